@@ -28,7 +28,7 @@ class Nginx(Server):
         super().__init__(directory, command=command, workers=None)
         self.upstream = directory / 'plants.sock'
         self.port = free_port()
-        self._trust = make_certificate(directory)
+        self.trust = make_certificate(directory)
         shutil.copy(REPOSITORY / 'deploy/nginx.conf', directory / 'plants.conf')
         for theirs, ours in {
             'listen 443': f'listen 127.0.0.1:{self.port}',
@@ -44,9 +44,6 @@ class Nginx(Server):
         # NOTE: the default user of nginx's workers may not enter a directory of root.
         user = 'user root;' if directory.stat().st_uid == 0 else ''
         (directory / 'nginx.conf').write_text(user + MAIN)
-
-    def connect(self, source=None):
-        return RawClient(self.port, source=source, trust=self._trust)
 
     @property
     def requests(self):
@@ -111,7 +108,7 @@ def test_flood_of_one_address_is_limited(service, nginx):
     while not answers or answers[-1].status == 200:
         assert len(answers) < 10_000, 'nothing is refused'
         # nginx closes a connection after 1,000 requests.
-        with nginx.connect(source='127.0.0.9') as client:
+        with RawClient(nginx.port, source='127.0.0.9', trust=nginx.trust) as client:
             client.send(request('GET', '/livez') * 500)
             answers += [client.receive() for _ in range(500)]
     assert nginx.ask(request(body=fern())).status == 200

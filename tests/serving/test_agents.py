@@ -35,10 +35,8 @@ def agents():
         with open(f'{directory}.lock', 'w') as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not stamp.exists():
-                for command in (
-                    [sys.executable, '-m', 'venv', '--clear', directory],
-                    [*pip, *PACKAGES],
-                ):
+                venv = [sys.executable, '-m', 'venv', '--clear', directory]
+                for command in venv, [*pip, *PACKAGES]:
                     finished(command, check=True, timeout=300)
                 stamp.touch()
     except (OSError, subprocess.SubprocessError) as ex:
@@ -49,15 +47,11 @@ def agents():
 
 def test_each_status_is_the_same_under_agents(tmp_path, agents):
     """Answers have the status, the body and the headers that they have without."""
-    settings = {
-        'PYTHONPATH': sysconfig.get_path('purelib'),
-        'PLANTS_CORS_ORIGINS': ORIGIN,
-        'OTEL_TRACES_EXPORTER': 'console',
-        'OTEL_METRICS_EXPORTER': 'none',
-        'OTEL_LOGS_EXPORTER': 'none',
-        'DD_INSTRUMENTATION_TELEMETRY_ENABLED': 'false',
-        'DD_REMOTE_CONFIGURATION_ENABLED': 'false',
-    }
+    off = 'DD_INSTRUMENTATION_TELEMETRY_ENABLED', 'DD_REMOTE_CONFIGURATION_ENABLED'
+    settings = dict.fromkeys(('OTEL_METRICS_EXPORTER', 'OTEL_LOGS_EXPORTER'), 'none')
+    settings |= dict.fromkeys(off, 'false') | {'OTEL_TRACES_EXPORTER': 'console'}
+    libraries = sysconfig.get_path('purelib')
+    settings |= {'PYTHONPATH': libraries, 'PLANTS_CORS_ORIGINS': ORIGIN}
     command = [agents / 'opentelemetry-instrument', agents / 'ddtrace-run']
     command += [agents / 'python', *GUNICORN[1:]]
     plant = fern()

@@ -15,9 +15,6 @@ from test_requests import BAD_LINES, BAD_METHODS, BAD_PROTOCOLS, BAD_TARGETS, TA
 
 from serving.request import read_head
 
-LIMIT = 65_536
-COMMON = {'SCRIPT_NAME': ''}
-
 SOUND = {
     'get': request('GET', '/livez?a=b', user_agent='curl/8.5.0', accept='*/*'),
     'post': request(body={'id': 1}, content_type='application/json; charset=utf-8'),
@@ -83,8 +80,8 @@ def read_by_us(*pieces):
     for piece in pieces:
         received += piece
         while True:
-            current = current or read_head(received, COMMON)
-            whole = current and current.take(received, LIMIT)
+            current = current or read_head(received, {'SCRIPT_NAME': ''})
+            whole = current and current.take(received, 65_536)
             if not whole:
                 break
             if whole.refusal:

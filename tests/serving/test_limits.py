@@ -101,10 +101,6 @@ def test_waiting_for_the_store_delays_only_requests_to_it(impatient):
         assert [client.receive().status for client in clients] == [200] * len(sent)
 
 
-# A client may pause for shorter than this, and be served for longer.
-PAUSE = 2  # seconds
-
-
 def test_slow_reader_gets_everything(impatient):
     """A client that reads a piece at a time gets it all, also after the time limit."""
     with impatient.connect() as client:
@@ -116,7 +112,7 @@ def test_slow_reader_gets_everything(impatient):
             received += (piece := client._socket.recv(2**16))
             assert piece, 'closed'  # or it would be asked forever
             time.sleep(0.12)
-        assert time.monotonic() - began > PAUSE
+        assert time.monotonic() - began > 2  # which is longer than it may pause
 
 
 def test_refused_body_is_read_away_while_it_comes(measured):
@@ -124,7 +120,7 @@ def test_refused_body_is_read_away_while_it_comes(measured):
     with measured.connect() as client:
         refused = request(content_length=10**12, authorization=None)
         assert client.ask(refused).announces_close
-        until = time.monotonic() + PAUSE + 0.5
+        until = time.monotonic() + 2.5
         while time.monotonic() < until:
             client._socket.sendall(bytes(2**17))
             time.sleep(0.1)

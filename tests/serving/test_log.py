@@ -116,7 +116,7 @@ def assert_goes_on(server):
 
 
 def test_log_configuration_keeps_its_rules(tmp_path):
-    """Its handlers rotate their files, and have lines of their level."""
+    """Its handlers rotate and encode their files, and have lines of their level."""
     (tmp_path / 'logs').mkdir()
     kinds = {'errors': 'FileHandler', 'all': 'handlers.RotatingFileHandler'}
     kinds['watched'] = 'handlers.WatchedFileHandler'
@@ -124,12 +124,14 @@ def test_log_configuration_keeps_its_rules(tmp_path):
         name: {'class': f'logging.{kind}', 'filename': f'logs/{name}'}
         for name, kind in kinds.items()
     }
-    handlers['errors']['level'] = 'ERROR'
+    handlers['errors']['level'], handlers['watched']['encoding'] = 'ERROR', 'ascii'
     handlers['all'] |= {'maxBytes': 1_000, 'backupCount': 1}
     handlers['console'] = {'class': 'logging.StreamHandler'}
     loggers = {'gunicorn.error': {'level': 'INFO', 'handlers': list(handlers)}}
     config = {'version': 1, 'handlers': handlers, 'loggers': loggers}
-    with Server(tmp_path, conf=[f'logconfig_dict = {config}']) as server:
+    how = {'conf': [f'logconfig_dict = {config}']}
+    with Server(tmp_path, **how, PLANTS_STORE=f'jsonl:{tmp_path}/\xe4') as server:
+        assert r'/\xe4 is ready' in (tmp_path / 'logs/watched').read_text()
         for _ in range(40):
             assert server.ask(request(body=FERN)).status == 200
         wait_until((tmp_path / 'logs/all.1').exists, 'it is rotated')
@@ -149,4 +151,5 @@ def test_log_that_cannot_be_written_costs_only_lines(tmp_path, kind, path):
     with Server(tmp_path, f'--{kind}-logfile', path, conf=conf) as server:
         assert_goes_on(server)
         wait_until(lambda: 'of the log are lost' in server.log or path == 'logs/log')
+    assert path == '/dev/full' or 'of the log are lost' not in server.log
     assert TOKEN not in server.log

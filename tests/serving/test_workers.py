@@ -64,7 +64,7 @@ def test_connection_without_a_handshake_is_closed(secure):
 
 
 def test_several_sockets_are_served(tmp_path):
-    """Two ports and a Unix socket; with gunicorn's own log, as with that for StatsD."""
+    """Two ports and a Unix socket; also with gunicorn's own log."""
     path = tmp_path / 's'
     bound = '--bind', '127.0.0.1:0', '--bind', '127.0.0.1:0', '--bind', f'unix:{path}'
     bound += '--logger-class', 'gunicorn.glogging.Logger'
