@@ -24,7 +24,6 @@ from store.forks import fill_standard
 log = logging.getLogger(__name__)
 
 CHUNK = 2 * 1024 * 1024  # bytes read at a time
-NO_FULL_SYNC = errno.ENOTSUP, errno.EINVAL, errno.ENOTTY  # of file systems on macOS
 # What a file system says that has no locks or no syncs, for example one of a network.
 NOT_SUPPORTED = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL
 LOCK_WITHIN = 4.5  # seconds; an add, which also waits for a batch, has 5
@@ -156,7 +155,7 @@ def sync(fd: int, *, times: bool = False) -> None:
         try:
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
         except OSError as ex:
-            if ex.errno not in NO_FULL_SYNC:
+            if ex.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
                 raise
             os.fsync(fd)
     elif times or not hasattr(os, 'fdatasync'):

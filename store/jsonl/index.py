@@ -24,7 +24,6 @@ PARTITIONS = 4_096
 _SHIFT = 64 - PARTITIONS.bit_length() + 1
 _MASK = 2**64 - 1
 
-Lines = Iterable[tuple[int, int]]  # the ids of lines, and their offsets
 Repeats = list[tuple[int, int, int]]  # an id, its first offset, another offset
 
 
@@ -68,7 +67,7 @@ class Index:
             new.insert(place, id)
         self._partitions[number] = new
 
-    def enter(self, lines: Lines) -> Repeats:
+    def enter(self, lines: Iterable[tuple[int, int]]) -> Repeats:
         """Enter lines, of which some may be there; return those whose id was known."""
         repeats = []
         for id, offset in lines:
@@ -78,7 +77,7 @@ class Index:
                 repeats.append((id, first, offset))
         return repeats
 
-    def load(self, lines: Lines) -> Repeats:
+    def load(self, lines: Iterable[tuple[int, int]]) -> Repeats:
         """Do the same for an index that has no line yet, in half the time."""
         factor, repeats = self._factor, []
         loaded: dict[int, array[int]] = defaultdict(partial(array, 'q'))

@@ -24,6 +24,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Self
@@ -99,11 +100,11 @@ class Known:
         start, tail = read = self._read
         said = time.monotonic()
 
-        def lines() -> Iterator[tuple[int, int]]:
+        def lines() -> Iterator[list[tuple[int, int]]]:
             nonlocal read, said, tail
             for at, chunk, _ in chunks(fd, start, size):
                 found, end = scan(chunk, at)
-                yield from found
+                yield found
                 tail = (tail + chunk[: end - at][-TAIL:])[-TAIL:]
                 read = end, tail
                 if end < at + len(chunk):
@@ -112,12 +113,10 @@ class Known:
                     said, percent = now, 100 * (end - start) // (size - start)
                     log.info('%s: %d %% read', self._path, percent)
 
-        if tail:
-            plants = self.plants
-            repeats = plants.enter(lines())
-        else:  # the first read, or the first that has not failed half way
-            plants = Index()
-            repeats = plants.load(lines())
+        # An index of its own for the first read, or the first that does not fail.
+        plants = self.plants if tail else Index()
+        enter = plants.enter if tail else plants.load
+        repeats = enter(chain.from_iterable(lines()))
         for id, first, other in sorted(repeats, key=itemgetter(2)):
             if self._plant_at(fd, first, id) != self._plant_at(fd, other, id):
                 raise Damage(line_at(fd, other), REPEATED % id)

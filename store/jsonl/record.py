@@ -18,6 +18,7 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ _MEMBERS = ''.join(
     for member in TEXTS
 )
 _OURS = rf'\{{"id":(0|-?[1-9][0-9]{{0,18}}+){_MEMBERS}\}}\n'.encode()
+_find_ours = re.compile(rb'(?m)^' + _OURS).findall
 _each_line = re.compile(_OURS + rb'|.*\n|.+').finditer
 
 # NOTE: int() refuses NaN and Infinity, which are not JSON. It also refuses very long
@@ -165,20 +167,22 @@ def chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
 
 
 def scan(chunk: bytes, start: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the ids of the records at the beginning of a chunk, with their offsets.
+    """Return the ids of the records that begin a chunk, with offsets, and their end.
 
-    And the offset where they end: before the first line that is damaged or lacks its
-    line feed, or at the end of the chunk.
+    It is that of the chunk, or before a line that is damaged or lacks its line feed.
     """
     try:
         chunk.decode()
-        is_text = True
+        ids = [*map(int, _find_ours(chunk))]
     except UnicodeDecodeError:
-        is_text = False  # decode() finds the damaged line
-    found = []
+        ids = []  # decode() finds the damaged line
+    found, lines = [], chunk.splitlines(True)
+    if 0 < len(ids) == len(lines) and min(ids) >= ID_MIN and max(ids) <= ID_MAX:
+        offsets = accumulate(map(len, lines), initial=start)
+        return [*zip(ids, offsets, strict=False)], start + len(chunk)
     for match in _each_line(chunk):
         digits, offset = match[1], start + match.start()
-        if is_text and digits and ID_MIN <= (id := int(digits)) <= ID_MAX:
+        if ids and digits and ID_MIN <= (id := int(digits)) <= ID_MAX:
             found.append((id, offset))
             continue
         line = _line(offset, start + match.end(), match[0])

@@ -90,10 +90,8 @@ def _is_torn(line: Line, end: int) -> bool:
     try:
         # A part of a record is no JSON value, and does not begin with one.
         json.JSONDecoder().raw_decode(codecs.utf_8_decode(line.text)[0])
-    except json.JSONDecodeError:
-        return True
-    except (UnicodeDecodeError, RecursionError):
-        return False
+    except (ValueError, RecursionError) as ex:
+        return isinstance(ex, json.JSONDecodeError)
     return False
 
 
