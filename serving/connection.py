@@ -44,6 +44,9 @@ class Answer:
                 result.close()
         self.sent = len(self.body)
         self.fields = ''.join([f'\r\n{name}: {text}' for name, text in self.headers])
+        for end in '\r\n':
+            if self.fields.count(end) != len(self.headers):
+                raise ValueError('a field of the answer has a line end in it')
 
     def _start(self, status: str, headers: list[tuple[str, str]], _: Any = None) -> Any:
         self.status, self.headers = status, headers
@@ -53,7 +56,8 @@ class Answer:
 class Server:
     """What the connections of a process share."""
 
-    application: WSGIApplication  # it also answers what the server refuses
+    application: WSGIApplication
+    plants: WSGIApplication  # answers what is refused, and what the other one failed to
     max_body_bytes: int  # a longer body is not read
     tls: SSLContext | None
     log_error: Callable[..., None]  # as ``logging.Logger.error``
@@ -170,7 +174,8 @@ class Connection:
             answer = self._call(request.environ, request.body, request.refusal)
         except Exception as ex:
             answer, keeps = self._call(request.environ, bytearray(), 500), False
-            server.log_error('the request failed', exc_info=ex)
+            id = dict(answer.headers)['x-request-id']
+            server.log_error('%s: the request failed', id, exc_info=ex)
         server.requests_left -= 1
         keeps = keeps and server.keepalive > 0
         head = (
@@ -187,9 +192,10 @@ class Connection:
         return keeps
 
     def _call(self, environ: WSGIEnvironment, body: bytearray, refusal: int) -> Answer:
-        """Call the application, also for what is refused with a status."""
+        """Call the application; ``plants`` for what is refused with a status."""
         environ['wsgi.input'] = BytesIO(body)
+        application = self._server.plants if refusal else self._server.application
         if refusal:
             text = f'{HTTPStatus(refusal).phrase}: the server cannot serve this request'
             environ[FAULT] = Fault(100 * refusal, text)
-        return Answer(self._server.application, environ)
+        return Answer(application, environ)

@@ -85,6 +85,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         plants = self.app.wsgi()  # ``self.wsgi`` may be wrapped
         self.server = Server(
             application=self.wsgi,
+            plants=plants,
             max_body_bytes=plants.max_body_bytes,
             tls=plants.tls,
             log_error=self.log.error,
