@@ -68,8 +68,11 @@ class Buffer(MemoryHandler):
                     lines = [f'{target.format(record)}\n' for record in records]
                     target.stream.write(''.join(lines))
                     target.flush()
-                except Exception:  # a full disk must not turn a 200 into a 500
+                except OSError:  # a full disk must not turn a 200 into a 500
                     report()
+                except Exception:  # of a broken one; nothing was written
+                    for record in records:
+                        target.handle(record)
 
 
 class PlantsLogger(Logger):  # type: ignore[misc]

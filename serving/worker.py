@@ -43,6 +43,8 @@ COUNTS, ACCEPTS_UNTIL = _shared[:PLACES], _shared[PLACES:]
 class PlantsWorker(GeventWorker):  # type: ignore[misc]
     """gunicorn's gevent worker, with our connections."""
 
+    alive: bool
+
     def patch(self) -> None:
         for at, each in enumerate(self.sockets):
             listener = socket.socket(each.FAMILY, fileno=each.sock.detach())
@@ -101,10 +103,12 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self._is_next()
         gevent.sleep(TICK)
         PlantsLogger.buffer.flush()
-        self.notify()  # which exits if the master is gone
-        if self.server.requests_left <= 0:
+        if self.ppid != os.getppid() and self.alive:  # gunicorn would exit at once
+            self.log.info('the master is gone: the worker stops')
             self.alive = False
+        self.alive = self.alive and self.server.requests_left > 0
         for _ in range(4):  # after a pause of this process: first see who has sent
+            self.tmp.notify()
             poll()  # one reports 64 sockets at most, the next twice as many
         gevent.get_hub().loop.run_callback(self.server.end_waits)
 

@@ -14,8 +14,14 @@ from server import GUNICORN, TOKEN, Server, request, wait_until
 SECRET = 'a-secret-that-no-log-may-show'
 FERN = {'id': 1, 'name': SECRET}
 
-# Python would write ASCII.
-ASCII = {'LC_ALL': 'C', 'PYTHONIOENCODING': 'ascii'}
+# Python writes ASCII, and a line before each of ours is broken: ours must be whole.
+BROKEN = """
+import logging
+def post_worker_init(worker):
+    log = logging.getLogger('plants').info
+    worker.wsgi = lambda *args, to=worker.wsgi: log('%d', '') or to(*args)
+"""
+ASCII = {'LC_ALL': 'C', 'PYTHONIOENCODING': 'ascii', 'conf': [BROKEN]}
 ASCII['command'] = sys.executable, '-X', 'utf8=0', *GUNICORN[1:]
 
 each_format = pytest.mark.parametrize('log', ['text', 'json'])

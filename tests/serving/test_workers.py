@@ -178,7 +178,8 @@ def test_quick_stop_closes_connections_before_the_store(tmp_path):
         assert len(server.plants()) == 1  # it has waited for the store
 
 
-def test_each_client_has_one_more_answer_as_the_server_stops(tmp_path):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGKILL])
+def test_each_client_has_one_more_answer_as_the_server_stops(tmp_path, number):
     """Idle, before an answer is read, in a pipeline, and while a body is read."""
     plants = [fern() for _ in range(4)]
     body = json.dumps(plants[1]).encode()
@@ -193,7 +194,7 @@ def test_each_client_has_one_more_answer_as_the_server_stops(tmp_path):
         assert waiting.receive().status == 100
         with locked(tmp_path / 'plants.jsonl'):
             pipelining.send(request(body=plants[0]) + request(body=fern()) * 2)
-            stop(server)
+            stop(server, number)
         assert not busy.receive().announces_close
         assert not idle.is_readable(0.5)
         waiting.send(b'%x\r\n%b\r\n0\r\n\r\n' % (len(body), body))
