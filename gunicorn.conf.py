@@ -5,7 +5,6 @@ promise the value. The command line and GUNICORN_CMD_ARGS override these setting
 """
 
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from pathlib import Path
 if (directory := str(Path(__file__).absolute().parent)) not in sys.path:
     sys.path.insert(0, directory)
 
-from serving import master
+from serving import lifecycle, master
 from web.settings import is_set
 
 # ---- what to run
@@ -22,8 +21,8 @@ wsgi_app = 'serving.lifecycle:build()'
 # In the master: all workers have the same settings, schemas, tokens and plants.
 preload_app = True
 # For platforms that set PORT: gunicorn would listen on IPv4 alone.
-if 'PORT' in os.environ and socket.has_dualstack_ipv6():
-    bind = f'[::]:{os.environ["PORT"]}'
+if 'PORT' in os.environ:
+    bind = lifecycle.addresses(os.environ['PORT'])
 
 # ---- processes
 

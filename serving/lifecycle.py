@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from gunicorn import __version__
@@ -123,6 +123,15 @@ def _faults(cfg: Config, settings: Settings, served: Any) -> Iterator[str]:
                     probe.bind(address)
             except (OSError, OverflowError) as ex:
                 yield f'bind: choose another address with -b: {address}: {ex}'
+
+
+def addresses(port: str) -> list[str]:
+    """Return the addresses that stand for all of this machine, with or without IPv6."""
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(('::', 0))
+        leaves_ipv4 = probe.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+        return [f'[::]:{port}', f'0.0.0.0:{port}'][: 1 + leaves_ipv4]
+    return [f'0.0.0.0:{port}']
 
 
 def _load(app: PlantsApp, makes: bool) -> None:
