@@ -9,7 +9,7 @@ import pytest
 from exchange import Client, assert_error
 from rawclient import TOKEN
 
-from store import Plant, PlantStore, errors
+from store import PlantStore, errors
 
 FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
 FERN_ANSWER = {'name': 'Fern', 'tag': 'shade'}
@@ -23,19 +23,6 @@ def faulty_store(fault):
     """Return a store of which ``add`` and ``ping`` raise an exception."""
     fail = Mock(side_effect=fault)
     return Mock(PlantStore, add=fail, ping=fail)
-
-
-def test_plant_is_answered_without_its_id_and_repeats_alike(client, store):
-    """Members that no schema names are dropped; another plant with an id is 40006."""
-    extra = {'colour': 'green', 'ID': 2, 'soil': {'id': 3}, '': None}
-    for same in FERN | extra, FERN, dict(reversed(FERN.items())):
-        assert client.add(same).json == FERN_ANSWER
-    for other in {'name': 'Moss'}, {'name': 'Moss', 'tag': 'sun'}:
-        message = assert_error(client.add(FERN | other), 40006)
-        assert message.endswith(f': it differs in {", ".join(other)}')
-    assert 'in tag' in assert_error(client.add({'id': 1, 'name': 'Fern'}), 40006)
-    assert client.add({'id': 2, 'name': 'Moss'}).json == {'name': 'Moss'}
-    assert list(store) == [Plant(**FERN), Plant(2, 'Moss')]
 
 
 def test_chunked_body_is_read_to_its_end(client):

@@ -225,16 +225,13 @@ def test_abandoned_connection_is_closed(impatient):
         assert word not in impatient.log
 
 
-STALLED = [PROBE, b'', SLOW_HEAD, SLOW_BODY, LARGE * 4]
-
-
 def test_stalled_clients_make_room(tmp_path, subtests):
     """Those of a worker that could open few more files; the others are served."""
     limits = time_limits(FIRST_REQUEST=3600, REQUEST_TIMEOUT=3600, LINGER=0.2)
     conf = [*limits, 'keepalive = 3600', 'import resource']
     conf += ['resource.setrlimit(resource.RLIMIT_NOFILE, (52, 256))']
     with Server(tmp_path, conf=conf) as server:
-        for data in STALLED:
+        for data in PROBE, b'', SLOW_HEAD, SLOW_BODY, LARGE * 4:
             with subtests.test(data[:30]), ExitStack() as opened:
                 for _ in range(25):
                     opened.enter_context(server.connect()).send(data)

@@ -81,6 +81,27 @@ def test_what_the_grammar_does_not_have_is_refused(service):
     assert {x: service.ask(x + PROBE).status for x in expected} == expected
 
 
+NAMES = ['', 'x' * 30_000, 'a\r\nSet-Cookie: x', '\x1b[31m\x7f\x85\u2028', ' a ']
+NAMES += ['\ufeffFERN\uffff', 'A\u030a', '\xc5', '"\\u0041\\ud800\\0', '%00{0}</p>']
+
+
+def test_plant_is_answered_and_stored_as_it_was_sent(service):
+    """Without other members, as often as it is sent, unchanged; another is 40006."""
+    extra = {'colour': 'green', 'ID': 2, 'soil': {'id': 3}, '': None}
+    plants = [fern(name=name, tag=name) for name in NAMES] + [fern(name='Moss')]
+    plants += [fern(id=id) for id in (-(2**63), 2**63 - 1, 2**53 + 1)]
+    for plant in plants:
+        texts = {name: text for name, text in plant.items() if name != 'id'}
+        for same in plant | extra, plant, dict(reversed(plant.items())):
+            assert service.ask(request(body=same)).json == texts
+        for other in {'name': 'Oak'}, {'name': 'Oak', 'tag': 'sun'}:
+            message = assert_error(service.ask(request(body=plant | other)), 40006)
+            assert message.endswith(f': it differs in {", ".join(other)}')
+        assert service.plants().count(plant) == 1
+    del plants[0]['tag']
+    assert 'in tag' in assert_error(service.ask(request(body=plants[0])), 40006)
+
+
 FOREIGN = {'origin': ORIGIN, 'x_request_id': 'of-the-client'}
 # Answered by the application, after which the connection goes on.
 FAULTS = {

@@ -331,10 +331,9 @@ SETTINGS = {  # which are given to a role, and which are used
     'lock_timeout': ('0', f'{1000 * connection.LOCK_WITHIN:.0f}ms'),
     'statement_timeout': ('100ms', f'{connection.STATEMENT_WITHIN}s'),
 }
-LEVELS = [('local', 'on'), ('remote_apply', 'remote_apply')]
 
 
-@pytest.mark.parametrize('levels', LEVELS)
+@pytest.mark.parametrize('levels', [('local', 'on'), ('remote_apply', 'remote_apply')])
 def test_settings_of_the_role_are_corrected(database, made, role, levels):
     """What an acknowledgement or a list needs holds, whatever the role's settings."""
     settings = SETTINGS | {'synchronous_commit': levels}
