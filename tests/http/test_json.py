@@ -23,7 +23,7 @@ ACCEPTED = [
     *[b'"\xef\xbb\xbf\xef\xbf\xbf"', b'"// no /* comment */, NaN"'],
     # pairs of surrogates, and what only looks like a surrogate
     *[b'"\\ud83d\\ude00\\uD83D\\uDE00"', b'{"\\ud800\\udc00":1}', b'"\\\\ud800 ud800"'],
-    b'[{"a":1,"A":2},{"a":2.0},null,true]',
+    *[b'[{"a":1,"A":2},{"a":2.0},null,true]', b'[' * 63 + b']' * 63],
 ]
 
 # Words without white space; then bytes.
