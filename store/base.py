@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from store.errors import IdTaken
@@ -64,7 +65,7 @@ def characters(plant: Plant) -> int:
 
 
 def batches(
-    items: Iterable[Item], size: Callable[[Item], int]
+    items: Iterable[Item], size: Callable[[Item], int] = attrgetter('size')
 ) -> Generator[list[Item]]:
     """Split items into batches: of at most ``BATCH_SIZE``, or of one item."""
     batch: list[Item] = []

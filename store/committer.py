@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import inf
-from operator import attrgetter
 from time import perf_counter, sleep
 from typing import Any
 
@@ -41,7 +40,6 @@ WAIT_WITHIN = 5.0
 LOOK_EVERY = 1.0  # a caller that waits looks what has become of its call
 OUTAGE = 1.0  # a batch that fails after so long fails all who wait behind it
 CLOSE_WITHIN = 5.0  # a write that hangs keeps its files open until it ends
-SIZE = attrgetter('size')
 
 
 class CommittedStore(PlantStore):
@@ -80,7 +78,7 @@ class CommittedStore(PlantStore):
         for plant in plants:
             check_plant(plant)
         outcomes: list[bool | IdTaken] = []
-        for entries in batches((Entry(*self._record(it)) for it in plants), SIZE):
+        for entries in batches(Entry(*self._record(it)) for it in plants):
             self._committer().submit(entries, inf)
             for entry in entries:
                 if entry.error is not None and not isinstance(entry.error, IdTaken):
@@ -190,7 +188,7 @@ class _Committer:
         took = 0.0  # by the last sync
         while not self._store._closed or self._calls:
             self._gather(took)
-            batch = next(batches([*self._calls], SIZE), [])
+            batch = next(batches([*self._calls]), [])
             began, took = perf_counter(), 0.0
             try:
                 self._store._check_open()  # or refuse all who still wait
@@ -223,6 +221,8 @@ class _Committer:
     def _commit(self, batch: Sequence[_Call]) -> float:
         """Serve the adds of a batch, then its pings; return how long the sync took."""
         took, entries = 0.0, [entry for call in batch for entry in call.entries]
+        for entry in entries:  # what a first attempt has found may not hold any more
+            entry.error = None
         if self._backend is None:
             self._backend = self._store._open_backend()
         if entries and (sync := self._backend.append(entries)) is not None:

@@ -188,9 +188,8 @@ class PlantFile:
         for entry in batch:
             plant, line = entry.item
             found = new.get(plant.id) or self.known.find(self._fd, plant.id)
-            # It may be a second attempt: what the first has found may not be there.
-            entry.new, entry.error = entry.new or found is None, None
             if found is None:
+                entry.new = True
                 new[plant.id] = plant, end + len(buffer)
                 buffer += line
                 continue

@@ -47,7 +47,7 @@ class Commits(committer.CommittedStore, Scheduler):
         self.batches.append([entry.item for entry in batch])
         self._do('append')
         for entry in batch:
-            entry.new, entry.error = True, self.errors.get(entry.item)
+            entry.new, entry.error = True, self.errors.pop(entry.item, entry.error)
         return partial(self._do, 'sync')
 
     def _record(self, plant):
@@ -100,6 +100,17 @@ def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
         assert store.put(99) is True
 
 
+def test_second_attempt_forgets_what_the_first_has_found(monkeypatch):
+    """A plant was refused for another one, and the thread ended for want of memory."""
+    monkeypatch.setattr(committer, 'LOOK_EVERY', 0.01)
+    monkeypatch.setattr(committer.log, 'error', Mock(side_effect=MemoryError))
+    with Commits() as store:
+        store.errors[1] = IdTaken(1)
+        store.before['sync'] = Mock(side_effect=[MemoryError, None])
+        assert store.put(1) is True
+        assert store.batches == [[1], [1]]
+
+
 @pytest.mark.parametrize('where', ['append', 'sync'])
 @pytest.mark.parametrize('error', [FULL, SystemExit(), MemoryError()], ids=repr)
 @pytest.mark.parametrize('outage', [LONG, 0])
@@ -132,9 +143,9 @@ def test_failure_reaches_all_callers_of_the_batch(monkeypatch, where, error, out
 def test_entry_fails_alone():
     """What is wrong with one plant is told to its caller; that of a batch hides it."""
     with Commits() as store:
-        store.errors[1] = IdTaken(1)
-        assert store.put(1, 2) == [store.errors[1], True]
-        store.before['sync'] = Mock(side_effect=FULL)
+        error = store.errors[1] = IdTaken(1)
+        assert store.put(1, 2) == [error, True]
+        store.errors[1], store.before['sync'] = error, Mock(side_effect=FULL)
         assert_raise(StoreUnavailable, partial(store.put, 1, 2), match='full')
 
 

@@ -291,19 +291,6 @@ def test_damage_is_judged_once(path, disk, monkeypatch, is_open):
         assert_stored(store, [*far, rival], free=[FERN.id])
 
 
-def test_answer_of_a_failed_append_is_forgotten(path, disk):
-    """A plant was refused for another one of its batch, which was not written."""
-    path.touch()
-    file = plant_file.PlantFile(path, plant_file.Known(path), None)
-    rival = IVY._replace(id=FERN.id)
-    first, second = (plant_file.Entry((it, lines(it)), 1) for it in (FERN, rival))
-    disk.before = Fault('pwrite', 1, failing(errno.EIO))
-    assert_raise(StoreUnavailable, partial(file.append, [first, second]))
-    file.append([second])()
-    assert (second.new, second.error) == (True, None)
-    file.close()
-
-
 def test_bulk_add_writes_little_at_once(path, disk):
     """A write has 1 MiB, in bytes, or one plant: so much may be unsynced at a crash."""
     sizes = []
