@@ -65,9 +65,10 @@ def build() -> PlantsApp:
 def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsApp:
     """Make what is configured, beside what is served; a check opens no store."""
     settings = Settings.from_environ(environ)
-    if faults := [*_faults(cfg, settings, served)]:
+    is_ours = issubclass(cfg.worker_class, PlantsWorker)
+    if faults := [*_faults(cfg, settings, served, is_ours)]:
         raise ValueError('\n'.join(faults))
-    waits = GeventScheduler() if issubclass(cfg.worker_class, PlantsWorker) else THREADS
+    waits = GeventScheduler() if is_ours else THREADS
     store = open_store(settings.store, create=False, scheduler=waits)
     ours = {'store': store, 'tokens': settings.tokens or MADE_TOKEN}
     app = create_app(**vars(settings) | ours)
@@ -93,7 +94,9 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     return app
 
 
-def _faults(cfg: Config, settings: Settings, served: Any) -> Iterator[str]:
+def _faults(
+    cfg: Config, settings: Settings, served: Any, is_ours: bool
+) -> Iterator[str]:
     """Yield a sentence for each setting that cannot be served."""
     for name in ('LISTEN_FDS', 'LISTEN_PID', 'GUNICORN_PID'):
         if not os.environ.get(name, '0').isdecimal():
@@ -108,7 +111,6 @@ def _faults(cfg: Config, settings: Settings, served: Any) -> Iterator[str]:
         yield 'PLANTS_STORE: memory: needs a restart'
     if not settings.tokens and (served.settings.tokens if served else cfg.daemon):
         yield 'PLANTS_TOKENS: nobody would see a made token: set it'
-    is_ours = issubclass(cfg.worker_class, PlantsWorker)
     idle = NO_EFFECT if is_ours else re.compile('reload|statsd_')
     for name, setting in cfg.settings.items():
         if idle.match(name) and setting.get() != type(setting)().get():
