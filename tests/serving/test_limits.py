@@ -243,31 +243,32 @@ def test_stalled_clients_make_room(tmp_path, subtests):
 
 
 def test_full_worker_closes_idle_connections_first(tmp_path):
-    """Then requests of which nothing comes; one of which bytes come keeps its place."""
-    conf = [*time_limits(LINGER=4), 'keepalive = 3600', 'worker_connections = 8']
+    """Then requests of which nothing comes; one of which bytes come keeps its place.
+
+    One of three is closed at a time, and none of two, however long a pause is.
+    """
+    conf = [*time_limits(LINGER=1), 'keepalive = 3600', 'worker_connections = 3']
     with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
 
-        def begin_a_request():
+        def is_closed(client):
+            sending.send(b' ')
+            return client.is_readable(0.01)
+
+        def connect(data):
             client = opened.enter_context(server.connect())
-            client.send(request(body=b' ', content_length='60000'))
+            client.send(data)
             return client
 
-        silent, *sending = [begin_a_request() for _ in range(6)]
-        idle = [opened.enter_context(server.connect()) for _ in range(2)]
-        assert all(client.ask(PROBE) for client in idle)
-
-        def are_closed(*clients):
-            for each in sending:
-                each.send(b' ')
-            return all(client.is_readable(0.01) for client in clients)
-
-        # It takes the place of one; the other is closed for who comes next.
-        sending.append(begin_a_request())
-        wait_until(lambda: are_closed(*idle), 'the idle ones are closed')
+        idle = connect(PROBE)
+        assert idle.receive()
+        begun = request(body=b' ', content_length='60000')
+        sending, silent = connect(begun), connect(begun)
+        idle.ask(PROBE)  # so that it was heard last
+        wait_until(lambda: is_closed(idle), 'the idle one is closed')
         assert not silent.is_readable()
-        sending.append(begin_a_request())
-        wait_until(lambda: are_closed(silent), 'the silent one is closed')
-        assert not any(each.is_readable() for each in sending)
+        connect(begun)
+        wait_until(lambda: is_closed(silent), 'the silent one is closed')
+        assert not sending.is_readable()
 
 
 # ---- memory
