@@ -10,7 +10,7 @@ from io import TextIOWrapper
 from itertools import chain
 
 from store import __version__
-from store.base import Plant, PlantStore, batches, characters
+from store.base import Plant, PlantStore, batches
 from store.errors import StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
@@ -106,7 +106,7 @@ def _copy(source: PlantStore, url: str) -> int:
     bar = _progress()(source)
     write = getattr(bar, 'write', print)  # not in the middle of the bar
     counts = Counter({'copied': 0, 'already there': 0, 'conflicting': 0})
-    parts = batches(bar, characters)
+    parts = batches(bar, Plant.length)
     first = next(parts, [])  # a source that cannot be read makes no target
     with open_store(url) as target:
         try:

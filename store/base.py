@@ -30,6 +30,10 @@ class Plant(NamedTuple):
     name: str  # any text without U+0000 and lone surrogates, also empty
     tag: str | None = None  # the same, or None if the plant has no tag
 
+    def length(self) -> int:
+        """Return how many characters the texts have."""
+        return sum([len(text or '') for text in self[1:]])
+
 
 TEXTS = Plant._fields[1:]  # the members that are text
 OPTIONAL = frozenset(Plant._field_defaults)  # those that a plant may lack: None
@@ -57,11 +61,6 @@ def check_plant(plant: Plant) -> None:
             raise ValueError(f'{member}: it holds U+0000')
         if not text.isascii() and LONE_SURROGATE.search(text):
             raise ValueError(f'{member}: it holds a lone surrogate')
-
-
-def characters(plant: Plant) -> int:
-    """Return how long the texts of a plant are."""
-    return sum([len(text or '') for text in plant[1:]])
 
 
 def batches(
@@ -161,7 +160,7 @@ class Entry:
     """A plant on its way into the store."""
 
     item: Any  # made by ``CommittedStore._record``
-    size: int  # in bytes
+    size: int  # in bytes, or in characters
     # Set by ``Backend.append``, or by the function that it returns.
     new: bool = False
     error: StoreError | None = None

@@ -43,9 +43,6 @@ class SQLiteStore(CommittedStore):
     def _open_backend(self):
         return self._database
 
-    def _record(self, plant):
-        return plant, sum(len(text or '') for text in plant[1:])
-
 
 class Database:
     """The file. Each batch opens it, so no connection is open at a fork."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 
-from store.base import Entry, Plant, characters
+from store.base import Entry, Plant
 from store.committer import CommittedStore
 from store.errors import IdTaken
 from store.postgresql.connection import ANSWER_WITHIN
@@ -49,9 +49,6 @@ class PostgreSQLStore(CommittedStore):
 
     def _open_backend(self) -> 'Plants':
         return Plants(self._target)
-
-    def _record(self, plant: Plant) -> tuple[Plant, int]:
-        return plant, characters(plant)
 
 
 class Plants:

@@ -44,14 +44,11 @@ class Commits(committer.CommittedStore, Scheduler):
         return SimpleNamespace(append=self._append, ping=ping, close=close)
 
     def _append(self, batch):
-        self.batches.append([entry.item for entry in batch])
+        self.batches.append([entry.item.id for entry in batch])
         self._do('append')
         for entry in batch:
-            entry.new, entry.error = True, self.errors.pop(entry.item, entry.error)
+            entry.new, entry.error = True, self.errors.pop(entry.item.id, entry.error)
         return partial(self._do, 'sync')
-
-    def _record(self, plant):
-        return plant.id, int(plant.name)
 
     def _do(self, name):
         self.before.get(name, lambda: None)()
@@ -62,7 +59,7 @@ class Commits(committer.CommittedStore, Scheduler):
 
     def put(self, *ids, size=1):
         """Add one plant, or several by ``add_many``."""
-        plants = [Plant(id, str(size)) for id in ids]
+        plants = [Plant(id, 'x' * size) for id in ids]
         return self.add(*plants) if len(plants) == 1 else self.add_many(plants)
 
     def put_behind(self, gate, *jobs):
