@@ -9,11 +9,9 @@ import errno
 import fcntl
 import logging
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TypeVar
@@ -36,20 +34,14 @@ Result = TypeVar('Result')
 def open_file(path: Path, flags: int = os.O_RDWR) -> int:
     """Open a plant file; raise ``StoreUnavailable`` if it is no regular file.
 
-    Samba or a kernel's NFS server may have a lease of it, which ends some seconds after
-    the first attempt to open the file.
+    Samba or a kernel's NFS server may have a lease of it. Then this waits until it is
+    given back, or the kernel takes it away: after 45 seconds, see fcntl(2).
     """
     fill_standard()
-    # NOTE: without O_NONBLOCK the open of a FIFO would wait for another process.
-    attempt = partial(os.open, path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    fd = patiently(attempt, path, 'another program has a lease of the file')
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise StoreUnavailable('it is not a regular file', store=str(path))
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    # Looked at first: the open of a FIFO would wait for another process.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise StoreUnavailable('it is not a regular file', store=str(path))
+    return os.open(path, flags, 0o600)
 
 
 def make_file(path: Path) -> None:
@@ -63,15 +55,16 @@ def make_file(path: Path) -> None:
         log.warning('%s: there was no such file: a new, empty one was made', path)
 
 
-def patiently(
-    call: Callable[[], Result], path: Path, reason: str, within: float | None = None
-) -> Result:
-    """Call until it would not block, for some seconds at most; return its result."""
+def take_lock(
+    path: Path, fd: int, within: float | None = None, operation: int = fcntl.LOCK_EX
+) -> None:
+    """Take the lock within some seconds, by default ``LOCK_WITHIN``."""
+    reason = 'another process or thread holds the lock of the file'
     within = LOCK_WITHIN if within is None else within
     began, said = time.monotonic(), False
     while True:
         try:
-            return call()
+            return fcntl.flock(fd, operation | fcntl.LOCK_NB)
         except BlockingIOError as ex:
             waited = time.monotonic() - began
             if waited >= within:
@@ -82,14 +75,6 @@ def patiently(
         # NOTE: flock() has no timeout. After a pause that is longer than a share of the
         # time it has waited, it would find the lock taken again and again.
         time.sleep(min(max(0.000_05, waited / 8), 0.01))
-
-
-def take_lock(
-    path: Path, fd: int, within: float | None = None, operation: int = fcntl.LOCK_EX
-) -> None:
-    """Take the lock within some seconds, by default ``LOCK_WITHIN``."""
-    reason = 'another process or thread holds the lock of the file'
-    patiently(partial(fcntl.flock, fd, operation | fcntl.LOCK_NB), path, reason, within)
 
 
 def locked(

@@ -228,7 +228,7 @@ def test_no_file_is_a_standard_stream(path):
 
 @pytest.mark.skipif(not hasattr(fcntl, 'F_SETLEASE'), reason='of Linux')
 def test_lease_of_another_program_is_waited_for(path):
-    """As Samba has one: an open that would block is tried again for some seconds."""
+    """As Samba has one: an open waits until it is given back."""
     fill(path, FERN)
     store, before = JSONLinesStore(path), signal.signal(signal.SIGIO, signal.SIG_IGN)
     with path.open('rb+') as held, store, ThreadPoolExecutor(1) as pool:
