@@ -196,33 +196,22 @@ def copy_aside(path: Path, fd: int, spans: Spans, kind: str) -> Path:
 
 @contextmanager
 def unavailable(path: Path) -> Iterator[None]:
-    """Raise ``StoreUnavailable`` for an error of a plant file."""
+    """Raise ``StoreUnavailable`` for an error of a plant file: what it means."""
     try:
         yield
     except OSError as ex:
-        raise refusal(ex, path) from ex
-
-
-def refusal(ex: OSError, path: Path) -> StoreUnavailable:
-    """Return what an error of a plant file means."""
-    if isinstance(ex, FileNotFoundError):
-        return gone(path)
-    reason, detail = ex.strerror or str(ex), ''
-    if ex.errno in NOT_SUPPORTED:
-        reason = f'its file system ({file_system(path)}) has no locks or no syncs: '
-        reason += 'use a local one'
-    elif ex.errno == errno.EACCES:
-        detail = _rights(f'{path.parent} {path}')
-    elif ex.errno == errno.EPERM:  # no rights: chattr(1)
-        detail = f'perhaps the attribute append-only or immutable: lsattr -d {path}'
-    return StoreUnavailable(reason, store=str(path), detail=detail)
-
-
-def gone(path: Path) -> StoreUnavailable:
-    """Return the error for a plant file that has no name any more."""
-    detail = 'a restart begins a new one, which gives all ids again'
-    reason = 'the file is not there: put it back'
-    return StoreUnavailable(reason, store=str(path), detail=detail)
+        reason, detail = ex.strerror or str(ex), ''
+        if isinstance(ex, FileNotFoundError):
+            reason = 'the file is not there: put it back'
+            detail = 'a restart begins a new one, which gives all ids again'
+        elif ex.errno in NOT_SUPPORTED:
+            reason = f'its file system ({file_system(path)}) has no locks or no syncs: '
+            reason += 'use a local one'
+        elif ex.errno == errno.EACCES:
+            detail = _rights(f'{path.parent} {path}')
+        elif ex.errno == errno.EPERM:  # no rights: chattr(1)
+            detail = f'perhaps the attribute append-only or immutable: lsattr -d {path}'
+        raise StoreUnavailable(reason, store=str(path), detail=detail) from ex
 
 
 def file_system(path: Path) -> str:

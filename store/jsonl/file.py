@@ -105,9 +105,8 @@ class PlantFile:
     def sync(self) -> None:
         """Make all known lines durable."""
         try:
-            self._sync()
-        except OSError as ex:
-            raise disk.refusal(ex, self._path) from ex
+            with disk.unavailable(self._path):
+                self._sync()
         finally:
             self._say()
 
@@ -133,22 +132,21 @@ class PlantFile:
     def _caught_up(self, use: Callable[[], Result]) -> Result:
         """Take the lock, know all lines, also those of other processes, and call."""
         fd, path, within = self._fd, self._path, self._within
-        try:
-            disk.check_directory(self._directory)
-            # Many lines are read without the lock, for which others wait.
-            before = -1
-            while before < self.known.end < self._file.seek(0, os.SEEK_END) - NEAR:
-                before = self.known.end
-                self.known.read_on(fd, disk.locked(path, fd, self._whole, within))
-            return disk.locked(path, fd, partial(self._catch_up_and, use), within)
-        except OSError as ex:
-            raise disk.refusal(ex, path) from ex
-        except Damage as ex:
-            error = ex.corrupt(path, fd)
-            _judged[path] = self._state, ex.text[:TAIL], error
-            raise error from None
-        finally:
-            self._say()
+        with disk.unavailable(path):
+            try:
+                disk.check_directory(self._directory)
+                # Many lines are read without the lock, for which others wait.
+                before = -1
+                while before < self.known.end < self._file.seek(0, os.SEEK_END) - NEAR:
+                    before = self.known.end
+                    self.known.read_on(fd, disk.locked(path, fd, self._whole, within))
+                return disk.locked(path, fd, partial(self._catch_up_and, use), within)
+            except Damage as ex:
+                error = ex.corrupt(path, fd)
+                _judged[path] = self._state, ex.text[:TAIL], error
+                raise error from None
+            finally:
+                self._say()
 
     # What follows REQUIRES the lock.
 

@@ -31,7 +31,6 @@ from typing import Self
 
 from store.base import Plant
 from store.errors import StoreUnavailable
-from store.jsonl import disk
 from store.jsonl.index import Index
 from store.jsonl.record import Damage, chunks, line_at, scan
 
@@ -79,13 +78,13 @@ class Known:
     def check(self, fd: int) -> os.stat_result:
         """Return the status of the file, if what is known of it still holds.
 
-        If not, ``StoreUnavailable`` says why. REQUIRES: the lock.
+        If not, an error says why. REQUIRES: the lock.
         """
         # The path may name a file that was deleted: a mount keeps it (``st_nlink``).
         status, (end, tail) = os.stat(self._path), self._read
         self.check_same(status)
         if not status.st_nlink:
-            raise disk.gone(self._path)
+            raise FileNotFoundError
         if (missing := max(end, self._length[0]) - status.st_size) > 0:
             raise self._refusal(SHORT % missing)
         if os.pread(fd, len(tail), end - len(tail)) != tail:

@@ -103,8 +103,7 @@ class Damage(Exception):
 
     def corrupt(self, path: Path, fd: int) -> StoreCorrupt:
         """Return the error to raise; all before the line is read, for its number."""
-        with disk.unavailable(path):
-            feeds = sum(part.count(b'\n') for part in disk.pieces(fd, 0, self.offset))
+        feeds = sum(part.count(b'\n') for part in disk.pieces(fd, 0, self.offset))
         return StoreCorrupt(str(path), 1 + feeds, self.offset, self.reason)
 
 
