@@ -17,9 +17,10 @@ refuses plants until it is opened again. An open writes the last bytes of the fi
 again, all that may not be synced: a written page is dirty, so the next sync tells the
 truth. Other processes see the failure, too: the kernel reports a failed write-back once
 to each descriptor that was open then. A process has one descriptor, opened before it
-trusts any line, and every sync of it goes through ``_sync``.
+trusts any line, and every sync of it goes through ``sync``.
 """
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -55,9 +56,8 @@ class PlantFile:
         self.known = known
         self._path, self._directory, self._within = path, str(path.parent), within
         self._is_open = False  # then only its end is mended
-        self._has_failed = False  # a sync: it takes no plants
+        self._failed_sync = 0  # the number of its error; then it takes no plants
         self._failed_write = 0  # the length of the latest write, if it failed
-        self._to_say: list[tuple[int, str]] = []  # levels and lines of the log
         with disk.unavailable(path):
             disk.check_name(path)
             self._file = forks.opened(partial(disk.open_file, path))
@@ -98,40 +98,25 @@ class PlantFile:
             with suppress(OSError):
                 if os.fstat(self._fd).st_size > end:
                     os.ftruncate(self._fd, end)
-                    self._sync()  # see recovery.cut
+                    self.sync()  # see recovery.cut
             raise
         self._failed_write = 0
 
     def sync(self) -> None:
-        """Make all known lines durable."""
-        try:
-            with disk.unavailable(self._path):
-                self._sync()
-        finally:
-            self._say()
-
-    def _sync(self) -> None:
-        """Sync, perhaps under the lock; the only sync of this descriptor."""
-        end = self.known.end
-        try:
-            disk.sync(self._fd)
-        except OSError as ex:
-            # First, and without memory: for want of it no failure must be forgotten.
-            self._has_failed = True
-            what = f'{SYNC_FAILED}, since unsynced bytes may be lost ({ex.strerror})'
-            self._to_say.append((logging.CRITICAL, what))
-            raise
-        self.known.synced = end
-
-    def _say(self) -> None:
-        """Write what is to be said into the log, which may block: not in the lock."""
-        said, self._to_say = self._to_say, []
-        for level, line in said:
-            log.log(level, '%s: %s', self._path, line)
+        """Make all known lines durable; the only sync of this descriptor."""
+        with disk.unavailable(self._path):
+            try:
+                disk.sync(self._fd)
+            except OSError as ex:
+                # First, and without memory: for want of it none must be forgotten.
+                self._failed_sync = ex.errno or errno.EIO
+                raise
+        self.known.synced = self.known.end
 
     def _caught_up(self, use: Callable[[], Result]) -> Result:
         """Take the lock, know all lines, also those of other processes, and call."""
         fd, path, within = self._fd, self._path, self._within
+        mended: list[str] = []
         with disk.unavailable(path):
             try:
                 disk.check_directory(self._directory)
@@ -140,20 +125,23 @@ class PlantFile:
                 while before < self.known.end < self._file.seek(0, os.SEEK_END) - NEAR:
                     before = self.known.end
                     self.known.read_on(fd, disk.locked(path, fd, self._whole, within))
-                return disk.locked(path, fd, partial(self._catch_up_and, use), within)
+                catch_up = partial(self._catch_up_and, use, mended)
+                return disk.locked(path, fd, catch_up, within)
             except Damage as ex:
                 error = ex.corrupt(path, fd)
                 _judged[path] = self._state, ex.text[:TAIL], error
                 raise error from None
-            finally:
-                self._say()
+            finally:  # not under the lock: the log may block
+                for what in mended:
+                    log.warning('%s: %s', path, what)
 
     # What follows REQUIRES the lock.
 
     def _look(self) -> int:
         """Return the size of the file, or raise why it takes no plants."""
-        if self._has_failed:
-            raise StoreUnavailable(SYNC_FAILED, store=str(self._path))
+        if self._failed_sync:
+            detail = f'unsynced bytes may be lost: {os.strerror(self._failed_sync)}'
+            raise StoreUnavailable(SYNC_FAILED, store=str(self._path), detail=detail)
         status = self.known.check(self._fd)
         self._state = self._is_open, status.st_ino, status.st_size, status.st_ctime_ns
         if judged := _judged.get(self._path):
@@ -169,13 +157,13 @@ class PlantFile:
         last = os.pread(self._fd, FAR, max(0, size - FAR))
         return size - len(last) + last.rfind(b'\n') + 1
 
-    def _catch_up_and(self, use: Callable[[], Result]) -> Result:
+    def _catch_up_and(self, use: Callable[[], Result], mended: list[str]) -> Result:
         """Know all lines up to the end of the file, mend that end, and call."""
         size = self._look()
         while self.known.end < size:
             self.known.read_on(self._fd, size)
             if self.known.end < size:
-                size = self._mend(size)
+                size = self._mend(size, mended)
         return use()
 
     def _append(self, batch: Sequence[Entry]) -> Callable[[], None] | None:
@@ -222,7 +210,7 @@ class PlantFile:
             disk.write(self._fd, data, start)
             start += len(data)
 
-    def _mend(self, size: int) -> int:
+    def _mend(self, size: int, mended: list[str]) -> int:
         """Mend the line after the known ones; return the new size of the file."""
         path, fd = self._path, self._fd
         line = recovery.judge(fd, self.known.end, size, is_opening=not self._is_open)
@@ -234,12 +222,11 @@ class PlantFile:
             return size + 1
         if line.reason == recovery.LOST_BLOCK:
             span = line.offset, line.end
-            side = recovery.blank(path, fd, [span], 'torn', self._sync)
+            side = recovery.blank(path, fd, [span], 'torn', self.sync)
         else:
             side = recovery.cut(path, fd, line.offset, size)
             size = line.offset
         # Of an unfinished write; or a reload has accepted a file that was cut short.
-        what = f'{line.reason} at byte {line.offset} was moved to {side.name}'
-        self._to_say.append((logging.WARNING, what))
-        self._sync()
+        mended.append(f'{line.reason} at byte {line.offset} was moved to {side.name}')
+        self.sync()
         return size
