@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TypeVar
 
 from store.errors import StoreUnavailable
@@ -97,7 +96,7 @@ def locked(
 
 
 def check_directory(directory: str) -> None:
-    """Refuse a directory in which ``copy_aside`` and ``try_write`` would fail."""
+    """Refuse a directory in which a side file cannot be made."""
     if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
         reason = 'the directory of the file cannot be written to'
         raise StoreUnavailable(reason, store=directory, detail=_rights(directory))
@@ -109,16 +108,6 @@ def check_name(path: Path) -> None:
     if len(os.fsencode(path.name)) > most:
         reason = f'its name is too long: {most} bytes at most'
         raise StoreUnavailable(reason, store=str(path))
-
-
-def try_write(path: Path, length: int, offset: int) -> None:
-    """Write to a file without a name in the directory of the plant file.
-
-    The kernel reserves the room at once, and knows quotas, limits, and a disk that is
-    read-only: no sync is needed. It misses what ails only the plant file itself.
-    """
-    with TemporaryFile(dir=path.parent, buffering=0) as file:
-        write(file.fileno(), bytes(length), offset)
 
 
 def write(fd: int, data: bytes, offset: int) -> None:

@@ -40,7 +40,7 @@ def test_ping_tells_what_an_add_would(path, disk, store):
 
     disk.before = Fault('pwrite', 1, effect, lasting=True)
     store.ping()  # there is room for a small plant
-    assert_raise(StoreUnavailable, *2 * [partial(store.add, MOSS)])
+    assert_raise(StoreUnavailable, *2 * [partial(store.add, IVY)])
     assert_raise(StoreUnavailable, store.ping, match='large')
     assert store.add(FERN) is False
     disk.resume()
