@@ -102,14 +102,6 @@ def check_directory(directory: str) -> None:
         raise StoreUnavailable(reason, store=directory, detail=_rights(directory))
 
 
-def check_name(path: Path) -> None:
-    """Refuse a name that leaves no room for the name of a side file."""
-    most = os.pathconf(path.parent, 'PC_NAME_MAX') - len('.damaged-999999')
-    if len(os.fsencode(path.name)) > most:
-        reason = f'its name is too long: {most} bytes at most'
-        raise StoreUnavailable(reason, store=str(path))
-
-
 def write(fd: int, data: bytes, offset: int) -> None:
     """Write all bytes, even if the kernel writes them in pieces."""
     written = 0
