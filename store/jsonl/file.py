@@ -35,7 +35,7 @@ from store.errors import IdTaken, StoreCorrupt, StoreUnavailable
 from store.jsonl import disk, recovery
 from store.jsonl.disk import Result
 from store.jsonl.known import REPEATED, TAIL, UNSYNCED, Known
-from store.jsonl.record import FAR, Damage
+from store.jsonl.record import Damage
 
 log = logging.getLogger(__name__)
 
@@ -122,11 +122,13 @@ class PlantFile:
         with disk.unavailable(path):
             try:
                 disk.check_directory(self._directory)
-                # Many lines are read without the lock, for which others wait.
+                # Many lines are read without the lock, for which others wait; not the
+                # last 128 KiB: a torn tail is cut off, and others are written there.
                 before = -1
                 while before < self.known.end < self._file.seek(0, os.SEEK_END) - NEAR:
                     before = self.known.end
-                    self.known.read_on(fd, disk.locked(path, fd, self._whole, within))
+                    size = disk.locked(path, fd, self._look, within)
+                    self.known.read_on(fd, size - NEAR // 8)
                 catch_up = partial(self._catch_up_and, use, mended)
                 return disk.locked(path, fd, catch_up, within)
             except Damage as ex:
@@ -152,12 +154,6 @@ class PlantFile:
             if is_there and state == self._state:
                 raise error.with_traceback(None)
         return status.st_size
-
-    def _whole(self) -> int:
-        """Return up to where no line is taken back, as a torn tail is."""
-        size = self._look()
-        last = os.pread(self._fd, FAR, max(0, size - FAR))
-        return size - len(last) + last.rfind(b'\n') + 1
 
     def _catch_up_and(self, use: Callable[[], Result], mended: list[str]) -> Result:
         """Know all lines up to the end of the file, mend that end, and call."""

@@ -14,7 +14,7 @@ from disk import append, assert_raise, assert_stored, lines, raw_plants, take_si
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from store import Plant, StoreCorrupt, StoreUnavailable
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import file as plant_file
 from store.jsonl.repair import Verified, verify
@@ -191,8 +191,8 @@ def test_blank_lines_are_no_damage(path, running):
 
 def test_opening_beside_one_that_cuts(path, disk, monkeypatch):
     """What is read without the lock is never a line that another process takes back."""
-    monkeypatch.setattr(plant_file, 'NEAR', 100)
-    path.write_bytes(TWO + b'{"id":3,"name":"' + b'x' * 2000)
+    monkeypatch.setattr(plant_file, 'NEAR', 8 * 2100)
+    path.write_bytes((far := TWO + b'\n' * 20_000) + b'{"id":3,"name":"' + b'x' * 2000)
     # It writes a batch while its disk is full, takes that back, and writes another.
     steps = iter([lines(Plant(id, 'Elm' * 99), Plant(5, 'y' * 300)) for id in (6, 7)])
 
@@ -200,14 +200,14 @@ def test_opening_beside_one_that_cuts(path, disk, monkeypatch):
         with path.open('rb') as other, contextlib.suppress(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if name == 'pread' and arguments[0] > 1000:
-                path.write_bytes(TWO + next(steps))
+                path.write_bytes(far + next(steps))
 
     disk.before = before
     with JSONLinesStore(path) as store:
         store.ping()
         disk.resume()
         for id in 6, 7:
-            with contextlib.suppress(StoreUnavailable):
+            with contextlib.suppress(StoreUnavailable, IdTaken):
                 store.add(Plant(id, 'Oak'))
     stored = raw_plants(path.read_bytes())
     assert len({plant.id for plant in stored}) == len(stored)
