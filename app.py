@@ -39,11 +39,6 @@ class PlantsApp(falcon.App):  # type: ignore[type-arg]  # agents replace the cla
     tls: Any
     metrics: Any = None  # web.metrics.Metrics, whose package is optional
 
-    def __init__(self, middleware: list[Any]) -> None:
-        super().__init__(request_type=PlantsRequest, middleware=middleware)
-        self.add_error_handler(Exception, errors.answer)
-        self.add_error_handler(falcon.HTTPError, errors.answer)  # Falcon has its own
-
 
 class PlantsResource:
     """``/plants``."""
@@ -90,24 +85,27 @@ def create_app(
     public = documents(files, metrics=bool(metrics_token))
     public['/livez'] = ReadOnlyResource(lambda: b'{"status": "live"}')
     public['/readyz'] = ReadOnlyResource(ready)
-    reader = PlantReader(files, max_body_bytes)
-    routes: dict[str, object] = {**public, '/plants': PlantsResource(store, reader)}
-    # Requests pass through these in this order, responses in reverse order.
-    cors = [middleware.CrossOrigin(cors_origins)] if cors_origins else []
     own: dict[str, Tokens | None] = dict.fromkeys(public)
-    layers: list[Any] = [middleware.RequestLog(), *cors, middleware.Gate(tokens, own)]
+    app = PlantsApp(request_type=PlantsRequest)
+    app.max_body_bytes = max_body_bytes
+    app.add_error_handler((Exception, falcon.HTTPError), errors.answer)
+    # Requests pass through these in this order, responses in reverse order.
+    app.add_middleware(middleware.RequestLog())
+    if cors_origins:
+        app.add_middleware(middleware.CrossOrigin(cors_origins))
+    app.add_middleware(middleware.Gate(tokens, own))
+    reader = PlantReader(files, max_body_bytes)
+    app.add_route('/plants', PlantsResource(store, reader))
+    for path, resource in public.items():
+        app.add_route(path, resource)
     if metrics_token:
         from web.metrics import Metrics  # its package is optional
 
         tokens.refuse(metrics_token)
         own['/metrics'] = Tokens({'metrics': metrics_token})
-        routes['/metrics'] = metrics = Metrics(store, tokens)
-        layers.insert(0, metrics)
-    app = PlantsApp(layers)
-    app.metrics = routes.get('/metrics')
-    app.max_body_bytes = max_body_bytes
-    for path, resource in routes.items():
-        app.add_route(path, resource)
+        app.metrics = Metrics(store, tokens)
+        app.add_route('/metrics', app.metrics)
+        app.add_middleware(app.metrics)
     return app
 
 

@@ -41,20 +41,20 @@ class Fault(Exception):
         self.headers = {k.replace('_', '-'): text for k, text in headers.items()}
 
 
-def answer(req: Any, resp: falcon.Response, ex: Exception, params: object) -> None:
+def answer(req: Any, resp: falcon.Response, error: Exception, params: object) -> None:
     """Answer an exception with an ``Error``; an error handler of the application."""
-    match ex:
+    match error:
         case Fault():
-            fault = ex
+            fault = error
         case falcon.HTTPError(status_code=404):
             fault = Fault(ErrorValue.NO_SUCH_PATH, 'no such path; plants go to /plants')
         case falcon.HTTPError():
-            fault = Fault(100 * ex.status_code, ex.description or ex.title)
+            fault = Fault(100 * error.status_code, error.description or error.title)
         case IdTaken():
-            fault = Fault(ErrorValue.ID_TAKEN, str(ex))
+            fault = Fault(ErrorValue.ID_TAKEN, str(error))
         case StoreError():
-            log.error('%s: %s', req.id, ex)
-            reason = getattr(ex, 'reason', 'see the log of the server')
+            log.error('%s: %s', req.id, error)
+            reason = getattr(error, 'reason', 'see the log of the server')
             message = f'the store cannot take plants now: {reason}'
             fault = Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after='1')
         case _:
@@ -64,5 +64,5 @@ def answer(req: Any, resp: falcon.Response, ex: Exception, params: object) -> No
     resp.status = falcon.code_to_http_status(req.error // 100)  # agents expect a line
     resp.set_headers(fault.headers)
     resp.content_type = falcon.MEDIA_JSON
-    error = {'error': int(fault.value), 'message': str(fault)}
-    resp.data = json.dumps(error, ensure_ascii=False).encode()
+    body = {'error': req.error, 'message': str(fault)}
+    resp.data = json.dumps(body, ensure_ascii=False).encode()
