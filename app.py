@@ -23,7 +23,7 @@ import falcon
 from store import PlantStore, open_store
 from store.base import TEXTS
 from web import errors, middleware
-from web.body import PlantReader, encode, load_schemas
+from web.body import PlantReader, encode
 from web.documents import ReadOnlyResource, documents
 from web.middleware import PlantsRequest
 from web.settings import Settings
@@ -76,13 +76,13 @@ def create_app(
     if not isinstance(store, PlantStore):  # not shown: a URL may have a password
         raise TypeError(f'{type(store).__name__} is no PlantStore: use open_store(URL)')
     tokens = tokens if isinstance(tokens, Tokens) else Tokens(tokens)
-    files = load_schemas()  # read once: description and rules must agree
+    reader = PlantReader(max_body_bytes)
 
     def ready() -> bytes:
         store.ping()
         return b'{"status": "ready"}'
 
-    public = documents(files, metrics=bool(metrics_token))
+    public = documents(reader.files, metrics=bool(metrics_token))
     public['/livez'] = ReadOnlyResource(lambda: b'{"status": "live"}')
     public['/readyz'] = ReadOnlyResource(ready)
     own: dict[str, Tokens | None] = dict.fromkeys(public)
@@ -94,7 +94,6 @@ def create_app(
     if cors_origins:
         app.add_middleware(middleware.CrossOrigin(cors_origins))
     app.add_middleware(middleware.Gate(tokens, own))
-    reader = PlantReader(files, max_body_bytes)
     app.add_route('/plants', PlantsResource(store, reader))
     for path, resource in public.items():
         app.add_route(path, resource)

@@ -51,39 +51,33 @@ def _constant(literal: str) -> NoReturn:
 _decode = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).decode
 
 
-def load_schemas() -> dict[str, Any]:
-    """Return the schemas by the names of their files, which a ``ValueError`` names."""
-    paths = sorted({DIRECTORY / 'NewPlant.json', *DIRECTORY.glob('*.json')})
-    files: dict[str, Any] = {}
-    try:
-        for path in paths:
-            files[path.name] = schema = {**json.loads(path.read_bytes())}
-            # Without its patterns, which the engine that runs them must know.
-            Draft202012Validator.check_schema(schema, FormatChecker(()))
-            schema.pop('$schema', None)  # else a reference to it might follow another
-        # Each is checked alone, and Plant.json before the file that includes it.
-        for path in reversed(paths):
-            _validator(files, path.name)
-    except Exception as ex:
-        told = _describe(ex) if hasattr(ex, 'kind') else getattr(ex, 'message', ex)
-        raise ValueError(f'{path}: {told}') from ex
-    return files
-
-
-def _validator(files: dict[str, Any], name: str) -> jsonschema_rs.Draft202012Validator:
-    return jsonschema_rs.Draft202012Validator(
-        files[name],
-        registry=jsonschema_rs.Registry(list(files.items())),
-        mask=_MASK,
-        pattern_options=jsonschema_rs.FancyRegexOptions(backtrack_limit=STEPS),
-    )
-
-
 class PlantReader:
     """Reads the plant in a body of at most ``limit`` bytes by the schema files."""
 
-    def __init__(self, files: dict[str, Any], limit: int) -> None:
-        self._limit, self._schema = limit, _validator(files, 'NewPlant.json')
+    def __init__(self, limit: int) -> None:
+        """Read the files; a ``ValueError`` names the one that is not valid."""
+        paths = sorted({DIRECTORY / 'NewPlant.json', *DIRECTORY.glob('*.json')})
+        self._limit = limit
+        self.files: dict[str, Any] = {}  # by name; the description has them, too
+        rules = {}
+        try:
+            for path in paths:
+                self.files[path.name] = schema = {**json.loads(path.read_bytes())}
+                # Without its patterns, which the engine that runs them must know.
+                Draft202012Validator.check_schema(schema, FormatChecker(()))
+                schema.pop('$schema', None)  # else a reference might follow another
+            # Each is checked alone, and Plant.json before the file that includes it.
+            for path in reversed(paths):
+                rules[path.name] = jsonschema_rs.Draft202012Validator(
+                    self.files[path.name],
+                    registry=jsonschema_rs.Registry(list(self.files.items())),
+                    mask=_MASK,
+                    pattern_options=jsonschema_rs.FancyRegexOptions(STEPS),
+                )
+        except Exception as ex:
+            told = _describe(ex) if hasattr(ex, 'kind') else getattr(ex, 'message', ex)
+            raise ValueError(f'{path}: {told}') from ex
+        self._schema = rules['NewPlant.json']
 
     def read(self, req: falcon.Request) -> Plant:
         """Return the plant of a request, or raise ``Fault``."""
