@@ -91,15 +91,12 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
         super().__init__('*' if origins == ['*'] else origins, exposed)
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
+        resp.append_header('Vary', 'Origin')
         if req.method == 'OPTIONS' and req.get_header('Access-Control-Request-Method'):
             resp.status = falcon.HTTP_204
             # Falcon turns this into Access-Control-Allow-Methods.
             resp.set_header('Allow', 'GET, HEAD, POST')
             resp.complete = True
-
-    def process_response(self, req: Any, resp: Any, *rest: Any) -> None:
-        super().process_response(req, resp, *rest)
-        resp.append_header('Vary', 'Origin')
 
 
 class Gate:
