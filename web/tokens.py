@@ -150,9 +150,7 @@ def _parse(text: str, refused: bytes) -> dict[bytes, str]:
     """Return the names of the tokens of a file by their digests; # begins a comment."""
     names: dict[bytes, str] = {}
     for number, line in enumerate(re.split('\r\n?|\n', text), 1):
-        words = re.split(r'(?:^|\s)#', line)[0].split()
-        if len(words) > 2:
-            raise ValueError(f'line {number}: not NAME TOKEN; see PLANTS_METRICS_TOKEN')
+        words = re.split(r'(?:^|\s)#', line)[0].strip().split(maxsplit=1)
         if words:
             name = words[0] if len(words) == 2 else f'token-{number}'
             names[_digest(words[-1], f'line {number}')] = name
