@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import mmap
-import os
 import re
 import secrets
 import stat
@@ -121,22 +120,18 @@ class TokensFile(Tokens):
     def _look(self, known: _Known) -> _Known:
         """Return what is known after a look at the file."""
         names, version, _ = known
-        seen, fault, newest = version, '', self._newest[0]
+        seen, fault = version, ''
         try:
             status = self._path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size > LONGEST:
                 raise ValueError(f'it is not a regular file of at most {LONGEST} bytes')
-            if (seen := _version(status)) != version:
-                # Without waiting: a FIFO may have taken its place.
-                with open(os.open(self._path, os.O_NONBLOCK), 'rb') as file:
-                    text, after = file.read(LONGEST), _version(os.fstat(file.fileno()))
-                age = time.time() - status.st_ctime
-                if seen == after and not 0 <= age < 2 * self.CHECK_EVERY:
-                    names = _parse(text.decode('utf-8-sig'), self._refused)
-                    version = seen
-            # If not, it is perhaps being written, or another process was quicker.
-            if version == seen and self._newest[0] == newest:
-                self._newest[0] = hash(version)
+            # A young one is perhaps being written.
+            is_young = 0 <= time.time() - status.st_ctime < 2 * self.CHECK_EVERY
+            if (seen := _version(status)) != version and not is_young:
+                found = _parse(self._path.read_bytes(), self._refused)
+                if seen == _version(self._path.stat()):  # not changed meanwhile
+                    names, version = found, seen
+                    self._newest[0] = hash(version)
         except Exception as ex:
             fault = getattr(ex, 'strerror', '') or str(ex) or type(ex).__name__
             if version != seen and not isinstance(ex, ValueError):
@@ -146,10 +141,10 @@ class TokensFile(Tokens):
         return _Known(names, version, fault)
 
 
-def _parse(text: str, refused: bytes) -> dict[bytes, str]:
+def _parse(text: bytes, refused: bytes) -> dict[bytes, str]:
     """Return the names of the tokens of a file by their digests; # begins a comment."""
     names: dict[bytes, str] = {}
-    for number, line in enumerate(re.split('\r\n?|\n', text), 1):
+    for number, line in enumerate(re.split('\r\n?|\n', text.decode('utf-8-sig')), 1):
         words = re.split(r'(?:^|\s)#', line)[0].strip().split(maxsplit=1)
         if words:
             name = words[0] if len(words) == 2 else f'token-{number}'

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -16,7 +17,7 @@ from machine import only_worker
 from rawclient import TOKEN
 from server import Server, request
 from test_contract import FERN
-from waiting import in_threads, wait_until
+from waiting import wait_until
 
 from app import create_app
 from store.memory import MemoryStore
@@ -228,7 +229,7 @@ def test_file_that_cannot_be_read_may_revoke_all(path, monkeypatch):
     replace(path, OTHER)
     with monkeypatch.context() as patch:
         no_file = OSError(errno.EMFILE, 'Too many open files')
-        patch.setattr(os, 'open', Mock(side_effect=no_file))
+        patch.setattr(Path, 'read_bytes', Mock(side_effect=no_file))
         for token in (TOKEN, OTHER):
             answer = client.add(FERN, authorization=f'Bearer {token}')
             assert 'open files' in assert_error(answer, 50300)
@@ -238,18 +239,18 @@ def test_file_that_cannot_be_read_may_revoke_all(path, monkeypatch):
 
 def test_look_that_was_overtaken_changes_nothing(path, monkeypatch):
     """Who is slow in an older file makes it the newest for nobody."""
-    tokens, really = TokensFile(path), os.fstat
+    tokens, really = TokensFile(path), Path.read_bytes
     replace(path, TOKEN[::-1])
 
-    def call_slowly(file):
-        status = really(file)
+    def read_slowly(file):
+        text = really(file)
         patch.undo()
         replace(path, OTHER)
         assert tokens.find(OTHER)  # as another thread would
-        return status
+        return text
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, 'fstat', call_slowly)
+        patch.setattr(Path, 'read_bytes', read_slowly)
         tokens.refresh()
     path.unlink()  # so the tokens stay
     found = [tokens.find(one) for one in (OTHER, TOKEN, TOKEN[::-1])]
@@ -257,15 +258,19 @@ def test_look_that_was_overtaken_changes_nothing(path, monkeypatch):
 
 
 def test_file_that_changes_during_a_look_is_left_alone(path, monkeypatch):
-    """It may be half a file then, or a FIFO, of which a read might not end."""
-    tokens, really = TokensFile(path), os.open
-    for change in replaced(OTHER), DAMAGE['a FIFO'][0]:
-        replace(path, TOKEN[::-1])
-        with monkeypatch.context() as patch:
-            patch.setattr(os, 'open', lambda *how, do=change: do(path) and really(*how))
-            in_threads(tokens.refresh)
-            patch.setattr(tokens, 'refresh', int)  # no other look
-            assert tokens.find(TOKEN) == 'old'
+    """It may be half a file then."""
+    tokens, really = TokensFile(path), Path.read_bytes
+    replace(path, TOKEN[::-1])
+
+    def read_later(file):
+        path.write_text(OTHER)
+        return really(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, 'read_bytes', read_later)
+        tokens.refresh()
+        patch.setattr(tokens, 'refresh', int)  # no other look
+        assert tokens.find(TOKEN) == 'old'
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
