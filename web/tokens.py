@@ -46,16 +46,20 @@ class Tokens:
         if not isinstance(tokens, Mapping):  # None if a variable is not set
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
         names = {_digest(text, name): name for name, text in tokens.items()}
-        if not names:
-            raise ValueError('there is no token')
-        self._known = _Known(names)
+        self._known = _Known(self._checked(names))
 
     def refuse(self, token: str) -> None:
         """Never accept a token that is for metrics; a ``ValueError`` if it is here."""
-        refused = _digest(token, 'the token for metrics')
-        if name := self._known.names.get(refused):
-            raise ValueError(f'{name}: it is PLANTS_METRICS_TOKEN')
-        self._refused = refused
+        self._refused = _digest(token, 'the token for metrics')
+        self._checked(self._known.names)
+
+    def _checked(self, names: dict[bytes, str]) -> dict[bytes, str]:
+        """Return the names if there are any, and none is for the token for metrics."""
+        if not names:
+            raise ValueError('there is no token')
+        if self._refused in names:
+            raise ValueError(f'{names[self._refused]}: it is PLANTS_METRICS_TOKEN')
+        return names
 
     def find(self, text: str) -> str | None:
         """Return the name of a token, or ``None`` if it is not accepted."""
@@ -128,7 +132,7 @@ class TokensFile(Tokens):
             # A young one is perhaps being written.
             is_young = 0 <= time.time() - status.st_ctime < 2 * self.CHECK_EVERY
             if (seen := _version(status)) != version and not is_young:
-                found = _parse(self._path.read_bytes(), self._refused)
+                found = self._checked(_parse(self._path.read_bytes()))
                 if seen == _version(self._path.stat()):  # not changed meanwhile
                     names, version = found, seen
                     self._newest[0] = hash(version)
@@ -141,7 +145,7 @@ class TokensFile(Tokens):
         return _Known(names, version, fault)
 
 
-def _parse(text: bytes, refused: bytes) -> dict[bytes, str]:
+def _parse(text: bytes) -> dict[bytes, str]:
     """Return the names of the tokens of a file by their digests; # begins a comment."""
     names: dict[bytes, str] = {}
     for number, line in enumerate(re.split('\r\n?|\n', text.decode('utf-8-sig')), 1):
@@ -149,10 +153,6 @@ def _parse(text: bytes, refused: bytes) -> dict[bytes, str]:
         if words:
             name = words[0] if len(words) == 2 else f'token-{number}'
             names[_digest(words[-1], f'line {number}')] = name
-    if not names:
-        raise ValueError('there is no token')
-    if refused in names:
-        raise ValueError(f'{names[refused]}: it is PLANTS_METRICS_TOKEN')
     return names
 
 
