@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -52,19 +52,19 @@ def build() -> PlantsApp:
         log.warning('gunicorn %s is not %s, which was tried', __version__, GUNICORN)
     try:
         cfg = WSGIApplication().cfg  # as a reload reads it; gunicorn passes none
-        # libpq would look for certificates in the directory of the user that starts.
-        is_other = cfg.uid != os.geteuid()
-        if is_other and os.environ.get('HOME') == os.path.expanduser('~root'):
-            del os.environ['HOME']
-        return make(cfg, os.environ | cfg.env)
+        return make(cfg)
     except (ValueError, OSError, RuntimeError, StoreError) as ex:
         log.critical('%s', ex)
         sys.exit(1)
 
 
-def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsApp:
+def make(cfg: Config, served: Any = None) -> PlantsApp:
     """Make what is configured, beside what is served; a check opens no store."""
-    settings = Settings.from_environ(environ)
+    os.environ |= cfg.env  # as gunicorn does, but later in a reload, never in a check
+    # libpq would look for certificates in the directory of the user that starts.
+    if cfg.uid and os.environ.get('HOME') == os.path.expanduser('~root'):
+        del os.environ['HOME']
+    settings = Settings.from_environ(os.environ)
     is_ours = issubclass(cfg.worker_class, PlantsWorker)
     if faults := [*_faults(cfg, settings, served, is_ours)]:
         raise ValueError('\n'.join(faults))
@@ -75,7 +75,7 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     app.settings, app.store = settings, store
     if app.metrics:
         app.metrics.share(served and served.metrics)
-        if 'PROMETHEUS_MULTIPROC_DIR' in environ:
+        if 'PROMETHEUS_MULTIPROC_DIR' in os.environ:
             log.warning('PROMETHEUS_MULTIPROC_DIR: it has no effect here')
     try:
         tempfile.TemporaryFile(dir=cfg.worker_tmp_dir).close()  # as for each worker

@@ -116,15 +116,14 @@ class Master(Arbiter):  # type: ignore[misc]
         old, environ, printed = self.cfg, os.environ.copy(), io.StringIO()
         try:
             self.is_making = True
-            for name in old.env:  # which gunicorn has set
-                os.environ.pop(name, None)
-            os.environ |= {k: v for k, v in old.env_orig.items() if k in old.env}
+            os.environ.clear()
+            os.environ |= old.env_orig  # before gunicorn.conf.py and its raw_env
             with redirect_stderr(printed):
                 cfg = WSGIApplication().cfg
             for name in FIXED:
                 if getattr(cfg, name) != getattr(old, name):
                     raise ValueError(f'{name}: another one needs a restart')
-            app = make(cfg, os.environ | cfg.env, self.app.callable)
+            app = make(cfg, self.app.callable)
             if (pid := os.fork()) == 0:  # a trial: there may be no process left
                 os._exit(0)
             os.waitpid(pid, 0)
