@@ -18,7 +18,7 @@ from typing import Any
 from gunicorn import __version__
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.config import Config
-from gunicorn.sock import ssl_context
+from gunicorn.sock import _sock_type, ssl_context
 
 from app import PlantsApp, create_app
 from serving.log import PlantsLogger
@@ -118,11 +118,8 @@ def _faults(
     is_bound = served or os.environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}
     if not (is_bound or cfg.reuse_port or cfg.check_config or cfg.print_config):
         for address in [each for each in cfg.address if isinstance(each, tuple)]:
-            family = socket.AF_INET6 if ':' in address[0] else socket.AF_INET
             try:  # gunicorn takes five seconds, and twelve lines, for one in use
-                with socket.socket(family) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(address)
+                _sock_type(address)(address, cfg, log).close()
             except (OSError, OverflowError) as ex:
                 yield f'bind: choose another address with -b: {address}: {ex}'
 
