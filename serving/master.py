@@ -69,10 +69,10 @@ class Master(Arbiter):  # type: ignore[misc]
             self.WORKER_BOOT_ERROR, self.APP_LOAD_ERROR = 256 + 3, 256 + 4
         if self.newest_old and not old:
             self.newest_old = 0
-            self._succeeds(partial(self.cfg.when_ready, self), 'when_ready')
-        starts = missing = self.num_workers + len(old) - len(workers)
-        while starts > 0 and self._succeeds(self.spawn_worker, 'a worker cannot start'):
-            starts -= 1
+            self._guard(partial(self.cfg.when_ready, self), 'when_ready')
+        missing = self.num_workers + len(old) - len(workers)
+        for _ in range(missing):
+            self._guard(self.spawn_worker, 'a worker cannot start')
         for each in workers:
             if sum(other.age > each.age for other in up) >= self.num_workers:
                 each.alive = False  # a second signal would end what it does at exit
@@ -82,22 +82,20 @@ class Master(Arbiter):  # type: ignore[misc]
             self.wakeup()
 
     def reexec(self) -> None:
-        self._succeeds(super().reexec, 'SIGUSR2: no new server')
+        self._guard(super().reexec, 'SIGUSR2: no new server')
 
     def reap_workers(self) -> None:
         """Forget the workers that have ended; the operator's hook may fail."""
-        self._succeeds(super().reap_workers, 'child_exit')
+        self._guard(super().reap_workers, 'child_exit')
 
-    def _succeeds(self, call: Callable[[], object], what: str) -> bool:
-        """Return whether a fork or a hook of the operator has succeeded."""
+    def _guard(self, call: Callable[[], object], what: str) -> None:
+        """Have a fork or a hook of the operator that fails end no other worker."""
         try:
             call()
         except Exception as ex:
             log.error('%s: %s', what, ex)
             if os.getpid() != self.pid:  # a fork: it would be a second master
                 os._exit(1)
-            return False
-        return True
 
     def murder_workers(self) -> None:
         """After a pause of this process wait: its workers were paused as well."""
@@ -140,7 +138,7 @@ class Master(Arbiter):  # type: ignore[misc]
         finally:
             self.is_making = False
         self.app.cfg, self.app.callable = cfg, app
-        self._succeeds(partial(self.setup, self.app), 'nworkers_changed')
+        self._guard(partial(self.setup, self.app), 'nworkers_changed')
         self.newest_old = self.worker_age
 
 
