@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 from gunicorn.app.wsgiapp import WSGIApplication
@@ -69,10 +69,10 @@ class Master(Arbiter):  # type: ignore[misc]
             self.WORKER_BOOT_ERROR, self.APP_LOAD_ERROR = 256 + 3, 256 + 4
         if self.newest_old and not old:
             self.newest_old = 0
-            self._guard(partial(self.cfg.when_ready, self), 'when_ready')
+            self._guard(self.cfg.when_ready, 'when_ready')
         missing = self.num_workers + len(old) - len(workers)
         for _ in range(missing):
-            self._guard(self.spawn_worker, 'a worker cannot start')
+            self.spawn_worker()
         for each in workers:
             if sum(other.age > each.age for other in up) >= self.num_workers:
                 each.alive = False  # a second signal would end what it does at exit
@@ -81,21 +81,19 @@ class Master(Arbiter):  # type: ignore[misc]
             time.sleep(0.5 if missing else 0.2)  # a new one may end at once
             self.wakeup()
 
-    def reexec(self) -> None:
-        self._guard(super().reexec, 'SIGUSR2: no new server')
-
-    def reap_workers(self) -> None:
-        """Forget the workers that have ended; the operator's hook may fail."""
-        self._guard(super().reap_workers, 'child_exit')
-
-    def _guard(self, call: Callable[[], object], what: str) -> None:
-        """Have a fork or a hook of the operator that fails end no other worker."""
+    def _guard(self, call: Callable[..., object], what: str, *args: object) -> None:
+        """Call; a fork, or a hook of the operator, that fails ends no other worker."""
         try:
-            call()
+            call(self, *args)
         except Exception as ex:
             log.error('%s: %s', what, ex)
             if os.getpid() != self.pid:  # a fork: it would be a second master
                 os._exit(1)
+
+    reap_workers = partialmethod(_guard, Arbiter.reap_workers, 'child_exit')
+    reexec = partialmethod(_guard, Arbiter.reexec, 'SIGUSR2: no new server')
+    setup = partialmethod(_guard, Arbiter.setup, 'nworkers_changed')
+    spawn_worker = partialmethod(_guard, Arbiter.spawn_worker, 'a worker cannot start')
 
     def murder_workers(self) -> None:
         """After a pause of this process wait: its workers were paused as well."""
@@ -138,7 +136,7 @@ class Master(Arbiter):  # type: ignore[misc]
         finally:
             self.is_making = False
         self.app.cfg, self.app.callable = cfg, app
-        self._guard(partial(self.setup, self.app), 'nworkers_changed')
+        self.setup(self.app)
         self.newest_old = self.worker_age
 
 
