@@ -53,6 +53,5 @@ graceful_timeout = 30
 
 logger_class = 'serving.log.PlantsLogger'
 on_starting = master.on_starting
-when_ready = master.when_ready
 pre_fork = master.pre_fork
 post_worker_init = master.post_worker_init

@@ -33,7 +33,7 @@ class Master(Arbiter):  # type: ignore[misc]
 
     had_terminal = False  # whether the server was started in one
     is_asked = is_making = False  # whether a reload is asked for, or goes on
-    newest_old = 0  # age of the last worker that a reload replaces
+    told: Any = None  # the configuration that the log has called ready
     looked: float  # when it has last looked for workers that hang
 
     def signal(self, sig: int, frame: object) -> None:
@@ -62,14 +62,14 @@ class Master(Arbiter):  # type: ignore[misc]
             gc.collect()  # what it replaced is in cycles, and may be a gigabyte
         self.reap_workers()  # a hook may have failed at one of several
         workers = [each for each in self.WORKERS.values() if each.alive]
-        old = [each for each in workers if each.age <= self.newest_old]
+        old = [each for each in workers if each.cfg is not self.cfg]
         # Before the first heartbeat it is the time of day, which is far greater.
         up = [each for each in workers if each.tmp.last_update() <= time.monotonic()]
         if up:  # only a start may fail; the system keeps one byte of an exit code
             self.WORKER_BOOT_ERROR, self.APP_LOAD_ERROR = 256 + 3, 256 + 4
-        if self.newest_old and not old:
-            self.newest_old = 0
-            self._guard(self.cfg.when_ready, 'when_ready')
+        if self.told is not self.cfg and not old:
+            show_ready(self)
+            self.told = self.cfg
         missing = self.num_workers + len(old) - len(workers)
         for _ in range(missing):
             self.spawn_worker()
@@ -137,7 +137,6 @@ class Master(Arbiter):  # type: ignore[misc]
             self.is_making = False
         self.app.cfg, self.app.callable = cfg, app
         self.setup(self.app)
-        self.newest_old = self.worker_age
 
 
 def on_starting(server: Any) -> None:
@@ -157,7 +156,7 @@ def on_starting(server: Any) -> None:
     server.START_CTX['args'] = sys.orig_argv
 
 
-def when_ready(server: Any) -> None:
+def show_ready(server: Any) -> None:
     """Log what is served after a start or reload, and where, as curl takes it."""
     settings = server.app.callable.settings
     listening = server.LISTENERS or [f'http://{server.cfg.bind[0]}']  # --reuse-port
@@ -165,9 +164,9 @@ def when_ready(server: Any) -> None:
     url = re.sub(r'//(0\.0\.0\.0|\[::\]):', '//127.0.0.1:', url)
     if server.cfg.is_ssl:  # gunicorn writes http for IPv6
         url = url.replace('http:', 'https:')
-    if settings.tokens is None and not server.WORKERS:
+    if settings.tokens is None and not server.told:
         show_token(url)
-    what, store = 'reloaded' if server.WORKERS else 'started', masked(settings.store)
+    what, store = 'reloaded' if server.told else 'started', masked(settings.store)
     log.info('%s: the store %s is ready; to try it: %s/docs', what, store, url)
 
 
