@@ -243,10 +243,7 @@ def test_stalled_clients_make_room(tmp_path, subtests):
 
 
 def test_full_worker_closes_idle_connections_first(tmp_path):
-    """Then requests of which nothing comes; one of which bytes come keeps its place.
-
-    One of three is closed at a time, and none of two, however long a pause is.
-    """
+    """Then silent requests: of three one at a time, of two none, in any pause."""
     conf = [*time_limits(LINGER=1), 'keepalive = 3600', 'worker_connections = 3']
     with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
 
