@@ -112,10 +112,7 @@ def _copy(source: PlantStore, url: str) -> int:
         try:
             target.load()
             for batch in chain([first], parts):
-                outcomes = target.add_many(batch)
-                for plant, outcome in zip(batch, outcomes, strict=True):
-                    if isinstance(outcome, StoreUnavailable):  # or because of others
-                        (outcome,) = target.add_many([plant])
+                for plant, outcome in zip(batch, _add(target, batch), strict=True):
                     kind = 'copied' if outcome else 'already there'
                     if isinstance(outcome, StoreError):
                         kind, why = 'conflicting', ''
@@ -128,6 +125,18 @@ def _copy(source: PlantStore, url: str) -> int:
             # Printed after an error, too: the copied plants stay, and a repeat goes on.
             print(', '.join(f'{name}: {count}' for name, count in counts.items()))
     return int(counts['conflicting'] + counts['refused'] > 0)
+
+
+def _add(target: PlantStore, plants: Sequence[Plant]) -> Sequence[bool | Exception]:
+    """Add plants; return the outcome of each, also if a rule refuses some of them."""
+    try:
+        return target.add_many(plants)
+    except StoreUnavailable as ex:
+        target.ping()  # raises if it takes no plants at all
+        if len(plants) == 1:
+            return [ex]
+    middle = len(plants) // 2
+    return [*_add(target, plants[:middle]), *_add(target, plants[middle:])]
 
 
 def _progress() -> Progress:

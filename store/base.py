@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from store.errors import StoreError
+from store.errors import IdTaken
 
 ID_MIN = -(2**63)
 ID_MAX = 2**63 - 1
@@ -114,20 +114,19 @@ class PlantStore(AbstractContextManager['PlantStore', None]):
     def add(self, plant: Plant) -> bool:
         """Store a plant, in 5 seconds at most; return whether it was not there."""
 
-    def add_many(self, plants: Sequence[Plant]) -> list[bool | StoreError]:
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
         """Store plants, each as ``add`` would, however long that takes.
 
-        Return for each what ``add`` would return, or the error that it would raise. If
-        ``ping`` raises one, too, that ends it; then any of the plants may be stored.
+        Return for each what ``add`` would return, or the ``IdTaken`` it would raise.
+        Any other ``StoreError`` ends it; then any of the plants may be stored.
         """
         for plant in plants:
             check_plant(plant)
-        outcomes: list[bool | StoreError] = []
+        outcomes: list[bool | IdTaken] = []
         for plant in plants:
             try:
                 outcomes.append(self.add(plant))
-            except StoreError as ex:
-                self.ping()
+            except IdTaken as ex:
                 outcomes.append(ex)
         return outcomes
 
@@ -163,7 +162,7 @@ class Entry:
     size: int  # in bytes, or in characters
     # Set by ``Backend.append``, or by the function that it returns.
     new: bool = False
-    error: StoreError | None = None
+    error: Exception | None = None
 
 
 class Backend(Protocol):

@@ -30,7 +30,7 @@ from typing import Any
 
 from store import forks
 from store.base import Backend, Entry, Plant, PlantStore, batches, check_plant
-from store.errors import StoreClosed, StoreError, StoreUnavailable
+from store.errors import IdTaken, StoreClosed, StoreError, StoreUnavailable
 from store.scheduler import THREADS, Scheduler, Wake
 
 log = logging.getLogger(__name__)
@@ -74,15 +74,16 @@ class CommittedStore(PlantStore):
             raise entry.error
         return entry.new
 
-    def add_many(self, plants: Sequence[Plant]) -> list[bool | StoreError]:
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
         for plant in plants:
             check_plant(plant)
-        outcomes: list[bool | StoreError] = []
+        outcomes: list[bool | IdTaken] = []
         for entries in batches(Entry(*self._record(it)) for it in plants):
             self._committer().submit(entries, inf)
-            if any(isinstance(entry.error, StoreUnavailable) for entry in entries):
-                self.ping()  # raises if it takes no plants at all
-            outcomes += [entry.error or entry.new for entry in entries]
+            for entry in entries:
+                if entry.error is not None and not isinstance(entry.error, IdTaken):
+                    raise entry.error
+                outcomes.append(entry.error or entry.new)
         return outcomes
 
     def ping(self) -> None:
