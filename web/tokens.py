@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import mmap
+import os
 import re
 import secrets
 import stat
@@ -41,10 +42,9 @@ class Tokens:
     _refused = b''  # the digest of a token for something else
 
     def __init__(self, tokens: str | Iterable[str] | Mapping[str, str]) -> None:
-        if isinstance(tokens, str):
-            tokens = [tokens]
-        if not isinstance(tokens, Mapping):  # None if a variable is not set
-            tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
+        tokens = [tokens] if isinstance(tokens, str) else tokens or ()  # None: not set
+        if not isinstance(tokens, Mapping):
+            tokens = {f'token-{n}': text for n, text in enumerate(tokens, 1)}
         names = {_digest(text, name): name for name, text in tokens.items()}
         self._known = _Known(self._checked(names))
 
@@ -100,9 +100,8 @@ class TokensFile(Tokens):
         # Of all processes: the hash of the version that was read last, and failures.
         shared = memoryview(mmap.mmap(-1, 16)).cast('q')
         self._newest, self.failures = shared[:1], shared[1:]
-        self._known = _Known({})
         for _ in range(100):
-            self._known = self._look(self._known)
+            self._known = self._look(_Known({}))
             if self._known.fault != _CHANGES:
                 break
             time.sleep(self.CHECK_EVERY / 20)
@@ -122,18 +121,21 @@ class TokensFile(Tokens):
         write('%s: %s; tokens now: %d', self._path, what, len(known.names))
 
     def _look(self, known: _Known) -> _Known:
-        """Return what is known after a look at the file."""
+        """Return what is known after a look at the file, which waits for no FIFO."""
         names, version, _ = known
-        seen, fault = version, ''
+        seen, fault, is_newest = version, '', self._newest[0] == hash(version)
         try:
             status = self._path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size > LONGEST:
                 raise ValueError(f'it is not a regular file of at most {LONGEST} bytes')
             # A young one is perhaps being written.
             is_young = 0 <= time.time() - status.st_ctime < 2 * self.CHECK_EVERY
-            if (seen := _version(status)) != version and not is_young:
-                found = self._checked(_parse(self._path.read_bytes()))
-                if seen == _version(self._path.stat()):  # not changed meanwhile
+            seen = _version(status)
+            if not (is_young or (seen == version and is_newest)):
+                with open(os.open(self._path, os.O_NONBLOCK), 'rb') as file:
+                    found = self._checked(_parse(file.read(LONGEST)))
+                    read = _version(os.fstat(file.fileno()))
+                if seen == read == _version(self._path.stat()):  # and not changed
                     names, version = found, seen
                     self._newest[0] = hash(version)
         except Exception as ex:

@@ -1,5 +1,6 @@
 """Bearer tokens: which are accepted, for what, and the tokens file."""
 
+import copy
 import errno
 import hashlib
 import itertools
@@ -7,7 +8,6 @@ import os
 import re
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -229,48 +229,50 @@ def test_file_that_cannot_be_read_may_revoke_all(path, monkeypatch):
     replace(path, OTHER)
     with monkeypatch.context() as patch:
         no_file = OSError(errno.EMFILE, 'Too many open files')
-        patch.setattr(Path, 'read_bytes', Mock(side_effect=no_file))
-        for token in (TOKEN, OTHER):
-            answer = client.add(FERN, authorization=f'Bearer {token}')
-            assert 'open files' in assert_error(answer, 50300)
+        patch.setattr(os, 'open', Mock(side_effect=no_file))
+        answer = client.add(FERN, authorization=f'Bearer {TOKEN}')
+        assert 'open files' in assert_error(answer, 50300)
     assert value_of(client, f'Bearer {OTHER}') == 0
     assert value_of(client, f'Bearer {TOKEN}') == 40101
 
 
-def test_look_that_was_overtaken_changes_nothing(path, monkeypatch):
-    """Who is slow in an older file makes it the newest for nobody."""
-    tokens, really = TokensFile(path), Path.read_bytes
-    replace(path, TOKEN[::-1])
+def test_look_while_the_file_changes_is_in_vain(path, monkeypatch):
+    """Half a file is not read, nor one to which a link led for a moment."""
+    really, aside = os.open, path.with_name('aside')
+    aside.write_text(OTHER)
 
-    def read_slowly(file):
-        text = really(file)
+    def slowly(*arguments):
+        number = really(*arguments)
         patch.undo()
         replace(path, OTHER)
         assert tokens.find(OTHER)  # as another thread would
-        return text
+        return number
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, 'read_bytes', read_slowly)
-        tokens.refresh()
-    path.unlink()  # so the tokens stay
-    found = [tokens.find(one) for one in (OTHER, TOKEN, TOKEN[::-1])]
-    assert found == ['new', None, None]
+    for change, accepted in [
+        (lambda *arguments: path.write_text(OTHER) and really(*arguments), TOKEN),
+        (lambda *_: really(aside, os.O_RDONLY), TOKEN),
+        (slowly, OTHER),
+    ]:
+        replace(path, TOKEN)
+        tokens = TokensFile(path)
+        replace(path, TOKEN[::-1])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, 'open', change)
+            tokens.refresh()
+        tokens.refresh = int  # no other look
+        assert [x for x in (TOKEN, TOKEN[::-1], OTHER) if tokens.find(x)] == [accepted]
 
 
-def test_file_that_changes_during_a_look_is_left_alone(path, monkeypatch):
-    """It may be half a file then."""
-    tokens, really = TokensFile(path), Path.read_bytes
-    replace(path, TOKEN[::-1])
-
-    def read_later(file):
-        path.write_text(OTHER)
-        return really(file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, 'read_bytes', read_later)
-        tokens.refresh()
-        patch.setattr(tokens, 'refresh', int)  # no other look
-        assert tokens.find(TOKEN) == 'old'
+def test_older_file_counts_at_once_when_a_link_leads_to_it_again(path):
+    """Another process has read the one between; who had the older one goes on."""
+    link, aside = path.with_name('link'), path.with_name('aside')
+    aside.write_text(OTHER)
+    link.symlink_to(path)
+    other = copy.copy(tokens := TokensFile(link))  # as a forked child has it
+    for file, each, token in (aside, other, OTHER), (path, tokens, TOKEN):
+        link.unlink()
+        link.symlink_to(file)
+        assert each.find(token)
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
