@@ -39,27 +39,20 @@ class Tokens:
     """
 
     failures = memoryview(bytes(8)).cast('q')  # how many changes could not be used
-    _refused = b''  # the digest of a token for something else
+    _refused: frozenset[bytes] = frozenset()  # the digests of tokens for metrics
 
     def __init__(self, tokens: str | Iterable[str] | Mapping[str, str]) -> None:
         tokens = [tokens] if isinstance(tokens, str) else tokens or ()  # None: not set
         if not isinstance(tokens, Mapping):
             tokens = {f'token-{n}': text for n, text in enumerate(tokens, 1)}
         names = {_digest(text, name): name for name, text in tokens.items()}
-        self._known = _Known(self._checked(names))
+        self._known = _Known(_checked(names, self._refused))
 
     def refuse(self, token: str) -> None:
         """Never accept a token that is for metrics; a ``ValueError`` if it is here."""
-        self._refused = _digest(token, 'the token for metrics')
-        self._checked(self._known.names)
-
-    def _checked(self, names: dict[bytes, str]) -> dict[bytes, str]:
-        """Return the names if there are any, and none is for the token for metrics."""
-        if not names:
-            raise ValueError('there is no token')
-        if self._refused in names:
-            raise ValueError(f'{names[self._refused]}: it is PLANTS_METRICS_TOKEN')
-        return names
+        refused = self._refused | {_digest(token, 'the token for metrics')}
+        _checked(self._known.names, refused)
+        self._refused = refused
 
     def find(self, text: str) -> str | None:
         """Return the name of a token, or ``None`` if it is not accepted."""
@@ -82,6 +75,15 @@ def _digest(token: str, where: str) -> bytes:
         what = 'letters, digits, -._~+/, = at its end; a digest sha256: and 64 digits'
         raise ValueError(f'{where}: a token has {what}')
     return bytes.fromhex(match[1] or hashlib.sha256(token.encode()).hexdigest())
+
+
+def _checked(names: dict[bytes, str], refused: frozenset[bytes]) -> dict[bytes, str]:
+    """Return the names if there are any, and none is for a token for metrics."""
+    if not names:
+        raise ValueError('there is no token')
+    for digest in refused & names.keys():
+        raise ValueError(f'{names[digest]}: it is PLANTS_METRICS_TOKEN')
+    return names
 
 
 class TokensFile(Tokens):
@@ -133,7 +135,7 @@ class TokensFile(Tokens):
             seen = _version(status)
             if not (is_young or (seen == version and is_newest)):
                 with open(os.open(self._path, os.O_NONBLOCK), 'rb') as file:
-                    found = self._checked(_parse(file.read(LONGEST)))
+                    found = _checked(_parse(file.read(LONGEST)), self._refused)
                     read = _version(os.fstat(file.fileno()))
                 if seen == read == _version(self._path.stat()):  # and not changed
                     names, version = found, seen

@@ -132,11 +132,16 @@ def test_authorization_needs_a_bearer_token_of_ours():
 @pytest.mark.parametrize('form', [str, sha256], ids=['token', 'digest'])
 def test_metrics_token_reads_metrics_and_nothing_else(form, path):
     """It is 40101 everywhere else, also if the tokens file has it later."""
-    with pytest.raises(ValueError, match=r'^: it is PLANTS_METRICS') as raised:
-        serve_tokens({'a': TOKEN, '': OTHER}, metrics_token=form(OTHER))
-    assert_shows_no_token(str(raised.value))
-    client = serve_tokens(TokensFile(path), metrics_token=form(OTHER))
-    replace(path, f'{TOKEN}\nshop {OTHER}')
+    tokens = TokensFile(path)
+    for given, ours in ({'a': TOKEN, '': OTHER}, OTHER), (tokens, TOKEN):
+        with pytest.raises(ValueError, match=r'^(old)?: it is PLANTS_M') as raised:
+            serve_tokens(given, metrics_token=form(ours))
+        assert_shows_no_token(str(raised.value))
+    client = serve_tokens(tokens, metrics_token=form(OTHER))
+    serve_tokens(tokens, metrics_token='of-another-application')
+    for last, value in (OTHER, 40101), (TOKEN[::-1], 0):
+        replace(path, f'{TOKEN}\nlast {last}')
+        assert value_of(client, f'Bearer {last}') == value
     ours = f'Bearer {OTHER}'
     assert value_of(client, ours, '/metrics') == 0
     assert_error(client.add(FERN, path='/metrics', authorization=ours), 40500)
