@@ -120,7 +120,8 @@ class TokensFile(Tokens):
         self._known = known
         self.failures[0] += bool(known.fault)
         what, write = known.fault or 'read', log.error if known.fault else log.info
-        write('%s: %s; tokens now: %d', self._path, what, len(known.names))
+        if known.fault or known.version != before.version:
+            write('%s: %s; tokens now: %d', self._path, what, len(known.names))
 
     def _look(self, known: _Known) -> _Known:
         """Return what is known after a look at the file, which waits for no FIFO."""

@@ -153,8 +153,9 @@ def test_metrics_token_reads_metrics_and_nothing_else(form, path):
     assert value_of(serve_tokens(TOKEN), f'Bearer {TOKEN}', '/metrics') == 40400
 
 
-def test_file_counts_when_it_has_not_changed_for_a_moment(path, monkeypatch):
+def test_file_counts_when_it_has_not_changed_for_a_moment(path, monkeypatch, caplog):
     """Half of a token is never accepted, at a start and later; a change soon is."""
+    caplog.set_level('INFO')
     now, age, half = 0, 2, OTHER[:-5]
     clock = SimpleNamespace(monotonic=lambda: now, sleep=lambda _: path.touch())
     clock.time = lambda: path.stat().st_ctime + age
@@ -172,10 +173,12 @@ def test_file_counts_when_it_has_not_changed_for_a_moment(path, monkeypatch):
     assert tokens.find(OTHER) is None  # looked at once a second
     now += 0.1
     assert tokens.find(OTHER) == 'token-1'
-    path.write_text(half)
-    now, age = now + 1, -60  # the clock of another machine is ahead
-    tokens.refresh()
+    for text, new_age in ('a b c', 2), (half, 1), (half, -60):  # of another clock
+        path.write_text(text)
+        now, age = now + 1, new_age
+        tokens.refresh()
     assert [tokens.find(one) for one in (OTHER, half)] == [None, 'token-1']
+    assert [each.levelname for each in caplog.records] == ['INFO', 'ERROR', 'INFO']
 
 
 def replaced(text):
