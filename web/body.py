@@ -55,8 +55,8 @@ class PlantReader:
     """Reads the plant in a body of at most ``limit`` bytes by the schema files."""
 
     def __init__(self, limit: int) -> None:
-        """Read the files; a ``ValueError`` names the one that is not valid."""
-        paths = sorted({DIRECTORY / 'NewPlant.json', *DIRECTORY.glob('*.json')})
+        """Read the files, none that is hidden; a ``ValueError`` names a bad one."""
+        paths = sorted({DIRECTORY / 'NewPlant.json', *DIRECTORY.glob('[!.]*.json')})
         self._limit = limit
         self.files: dict[str, Any] = {}  # by name; the description has them, too
         rules = {}
