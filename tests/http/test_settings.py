@@ -28,8 +28,7 @@ def test_each_variable_sets_a_field():
     """Each variable sets one field; white space around its value is removed."""
     environ = {name: f'\t{text} \r\n' for name, text in ENVIRON.items()}
     settings = Settings.from_environ(environ)
-    names = [settings.tokens.find(text) for text in (TOKEN, OTHER)]
-    assert names == ['token-1', 'token-2']
+    assert [*map(settings.tokens.find, (TOKEN, OTHER))] == ['token-1', 'token-2']
     expected = Settings('memory:', settings.tokens, 1000, 'for-metrics', ORIGINS)
     assert settings == expected
     assert not re.search('memory:|for-metrics', repr(settings))
