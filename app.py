@@ -44,8 +44,7 @@ class PlantsResource:
     """``/plants``."""
 
     def __init__(self, store: PlantStore, reader: PlantReader) -> None:
-        self._store = store
-        self._reader = reader
+        self._store, self._reader = store, reader
 
     def on_post(self, req: PlantsRequest, resp: falcon.Response) -> None:
         """Add a plant; respond with the plant without its id."""

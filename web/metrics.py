@@ -13,7 +13,7 @@ from threading import Lock
 from falcon import Response
 from prometheus_client import CONTENT_TYPE_LATEST, core, generate_latest
 
-from store import PlantStore, __version__
+from store import PlantStore, __version__, forks
 from web.documents import ReadOnlyResource
 from web.middleware import PlantsRequest
 from web.tokens import Tokens
@@ -43,7 +43,8 @@ class Metrics(ReadOnlyResource):
     def __init__(self, store: PlantStore, tokens: Tokens) -> None:
         super().__init__(lambda: generate_latest(self), CONTENT_TYPE_LATEST)
         self._tables: Array[Array[_Row]] = (_Table * 1)()  # a child has a copy
-        self._store, self._tokens, self._lock = store, tokens, Lock()
+        self._store, self._tokens = store, tokens
+        self._locks: defaultdict[int, Lock] = defaultdict(Lock)  # a child has its own
         self._rows: dict[tuple[object, ...], _Row] = {}  # that this process has used
         self.number = 0  # of the table of this process; no other living one has it
         self._on_sync = store.on_sync or (lambda *_: None)  # others may count, too
@@ -67,7 +68,7 @@ class Metrics(ReadOnlyResource):
 
     def _add(self, amount: float, name: str, *labels: object) -> None:
         place = self.number, name, *labels
-        with self._lock:
+        with self._locks[forks.generation]:
             if not (row := self._rows.get(place)):
                 key = '\n'.join(map(str, place[1:])).encode()[:112]
                 table = self._tables[self.number % len(self._tables)]

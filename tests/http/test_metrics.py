@@ -1,10 +1,14 @@
 """``/metrics``: what it reports of one process; several are in ``tests/serving``."""
 
+import os
+import signal
+
 from exchange import parse_samples
 from test_contract import FERN, faulty_store
 
 from store import __version__
 from store.jsonl import JSONLinesStore
+from web import metrics
 
 # How often each combination of labels was counted.
 COUNTS = {
@@ -41,6 +45,24 @@ def test_requests_are_counted_by_method_route_status_and_error(serve, store):
         assert f'plants_request_seconds_count{{{labels}}} {count}.0\n' in text
     assert text.count('plants_request_seconds_count{') == len(COUNTS)
     assert 'le="10.0"' in text
+
+
+def test_child_of_a_host_that_counts_goes_on(serve, store, monkeypatch):
+    """Another thread of the host may be counting at the moment of a fork."""
+    client = serve(store, metrics_token='for-metrics')
+    really, ended = metrics.bisect_left, []
+
+    def fork(*arguments):
+        if (child := os.fork()) == 0:
+            signal.alarm(5)
+            monkeypatch.undo()
+            os._exit(client.get('/livez').status_int != 200)
+        ended.append(os.waitpid(child, 0)[1])
+        return really(*arguments)
+
+    monkeypatch.setattr(metrics, 'bisect_left', fork)
+    client.get('/livez')
+    assert ended == [0]
 
 
 def test_readiness_of_the_store_and_version_are_reported(serve, store):
