@@ -50,19 +50,16 @@ def test_requests_are_counted_by_method_route_status_and_error(serve, store):
 def test_child_of_a_host_that_counts_goes_on(serve, store, monkeypatch):
     """Another thread of the host may be counting at the moment of a fork."""
     client = serve(store, metrics_token='for-metrics')
-    really, ended = metrics.bisect_left, []
 
-    def fork(*arguments):
+    def fork(*_):
+        monkeypatch.undo()
         if (child := os.fork()) == 0:
             signal.alarm(5)
-            monkeypatch.undo()
             os._exit(client.get('/livez').status_int != 200)
-        ended.append(os.waitpid(child, 0)[1])
-        return really(*arguments)
+        return 99 * os.waitpid(child, 0)[1]  # there is no such place
 
     monkeypatch.setattr(metrics, 'bisect_left', fork)
-    client.get('/livez')
-    assert ended == [0]
+    assert client.get('/livez').status_int == 200
 
 
 def test_readiness_of_the_store_and_version_are_reported(serve, store):

@@ -27,11 +27,10 @@ ENVIRON = {
 def test_each_variable_sets_a_field():
     """Each variable sets one field; white space around its value is removed."""
     environ = {name: f'\t{text} \r\n' for name, text in ENVIRON.items()}
-    settings = Settings.from_environ(environ)
-    assert [*map(settings.tokens.find, (TOKEN, OTHER))] == ['token-1', 'token-2']
-    expected = Settings('memory:', settings.tokens, 1000, 'for-metrics', ORIGINS)
-    assert settings == expected
-    assert not re.search('memory:|for-metrics', repr(settings))
+    found = Settings.from_environ(environ)
+    assert [*map(found.tokens.find, (TOKEN, OTHER))] == ['token-1', 'token-2']
+    assert found == Settings('memory:', found.tokens, 1000, 'for-metrics', ORIGINS)
+    assert not re.search('memory:|for-metrics', repr(found))
 
 
 def test_unknown_variable_is_a_warning(caplog):

@@ -7,17 +7,8 @@ the connection. ``test_differential.py`` reads many more requests, without a soc
 import json
 import re
 
-from exchange import (
-    ORIGIN,
-    SECRET,
-    ask_in_step,
-    assert_error,
-    chunked,
-    fern,
-    raw_head,
-    receive_last,
-    table,
-)
+import exchange
+from exchange import ORIGIN, SECRET, ask_in_step, assert_error, chunked, fern, raw_head
 from server import TOKEN, Server, request, wait_until
 
 PROBE = request('GET', '/livez')
@@ -135,7 +126,7 @@ LAST = {
 }
 
 
-@table('value, data', FAULTS | LAST)
+@exchange.table('value, data', FAULTS | LAST)
 def test_bad_request_is_refused(service, connection, value, data):
     """It gets an Error with an id, stores nothing, and shows no secret."""
     before = service.plants()
@@ -172,7 +163,7 @@ def test_body_that_ends_early_is_refused(service, subtests):
         with subtests.test(data[-20:]), service.connect() as client:
             client.send(data)
             client.finish_sending()
-            assert_error(receive_last(client), 40000)
+            assert_error(exchange.receive_last(client), 40000)
     assert service.plants() == before
 
 
@@ -185,7 +176,7 @@ LIMITS = {
 }
 
 
-@table('value, limit, make', LIMITS)
+@exchange.table('value, limit, make', LIMITS)
 def test_limit_is_where_the_page_says(connection, value, limit, make):
     """What is as long as a limit is served, and one byte or line more is refused."""
     assert ask_in_step(connection, make(limit)).status == 200
@@ -238,7 +229,7 @@ def test_client_that_waits_for_100_gets_it(connection):
     assert connection.receive().status == 100
     assert ask_in_step(connection, b'1\r\n{\r\n0\r\n\r\n').status == 400
     connection.send(request(**how, content_length='65537'))
-    assert_error(receive_last(connection), 40003)
+    assert_error(exchange.receive_last(connection), 40003)
 
 
 def test_path_outside_the_mount_is_unknown(tmp_path):

@@ -12,17 +12,9 @@ from pwd import getpwnam
 import pytest
 from exchange import SECRET, fern, table
 from gunicorn.config import KNOWN_SETTINGS
-from server import (
-    GUNICORN,
-    PATIENCE,
-    Server,
-    finished,
-    free_port,
-    in_namespace,
-    make_certificate,
-    request,
-    wait_until,
-)
+from rawclient import request
+from server import GUNICORN, Server, finished, free_port, in_namespace, make_certificate
+from waiting import PATIENCE, wait_until
 
 from serving import lifecycle
 

@@ -8,24 +8,16 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
+import exchange
 import pytest
-from exchange import (
-    LARGE_FILE,
-    Load,
-    ask_in_step,
-    assert_error,
-    assert_quick,
-    chunked,
-    fern,
-    receive_last,
-)
+from exchange import Load, ask_in_step, assert_error, assert_quick, fern
 from machine import client_at, locked, only_worker, open_files, paused
 from rawclient import RawClient, request
 from server import Server, is_alive, time_limits
 from waiting import PATIENCE, wait_until
 
 PROBE = request('GET', '/livez')
-LARGE = request('GET', LARGE_FILE)
+LARGE = request('GET', exchange.LARGE_FILE)
 
 
 def test_worker_class_of_gunicorn_serves_plants(tmp_path):
@@ -85,7 +77,7 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
         for _ in range(2):
             with server.connect() as client:
                 client.send(2 * PROBE)
-                answer = receive_last(client)
+                answer = exchange.receive_last(client)
             assert_error(answer, 50000)
             id = answer.headers['x-request-id']
             assert re.search(f'{id}.*Traceback', server.log)
@@ -190,7 +182,7 @@ def test_each_client_has_one_more_answer_as_the_server_stops(tmp_path, number):
         assert idle.ask(PROBE).status == 200
         busy.send(LARGE)
         assert busy.is_readable(PATIENCE)
-        waiting.send(chunked(**how, end=b''))
+        waiting.send(exchange.chunked(**how, end=b''))
         assert waiting.receive().status == 100
         with locked(tmp_path / 'plants.jsonl'):
             pipelining.send(request(body=plants[0]) + request(body=fern()) * 2)
@@ -201,5 +193,5 @@ def test_each_client_has_one_more_answer_as_the_server_stops(tmp_path, number):
         idle.send(request(body=plants[2]))
         busy.send(request(body=plants[3]))
         for client in clients:
-            assert receive_last(client).status == 200
+            assert exchange.receive_last(client).status == 200
         assert sorted(map(str, server.plants())) == sorted(map(str, plants))
