@@ -57,7 +57,7 @@ def test_ping_tells_what_an_add_would(path, disk, store):
 @pytest.mark.parametrize('call', ['fsync', 'pwrite', 'ftruncate'])
 def test_torn_tail_on_a_full_disk(path, disk, store, caplog, call):
     """It stays, and without a copy; a copy is told though the next write fails."""
-    disk.fchmod = failing(errno.EPERM)  # as FAT does, which has no modes
+    disk.fchown = failing(errno.EINVAL)  # as in a container that lacks the owner
     append(path, TORN)
     disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
     assert_raise(StoreUnavailable, *[partial(store.add, MOSS)] * 3)
