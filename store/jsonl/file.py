@@ -121,7 +121,6 @@ class PlantFile:
         mended: list[str] = []
         with disk.unavailable(path):
             try:
-                disk.check_directory(self._directory)
                 # Many lines are read without the lock, for which others wait; not the
                 # last 128 KiB: a torn tail is cut off, and others are written there.
                 before = -1
@@ -147,6 +146,7 @@ class PlantFile:
             detail = f'unsynced bytes may be lost: {os.strerror(self._failed_sync)}'
             raise StoreUnavailable(SYNC_FAILED, store=str(self._path), detail=detail)
         status = self.known.check(self._fd)
+        disk.check_directory(self._directory)
         self._state = self._is_open, status.st_ino, status.st_size, status.st_ctime_ns
         if judged := _judged.get(self._path):
             state, text, error = judged

@@ -104,8 +104,7 @@ def test_second_attempt_forgets_what_the_first_has_found(monkeypatch):
     with Commits() as store:
         store.errors[1] = IdTaken(1)
         store.before['sync'] = Mock(side_effect=[MemoryError, None])
-        assert store.put(1) is True
-        assert store.batches == [[1], [1]]
+        assert (store.put(1), store.batches) == (True, [[1], [1]])
 
 
 @pytest.mark.parametrize('where', ['append', 'sync'])
@@ -209,8 +208,7 @@ def test_caller_leaves_in_time(monkeypatch):
             gate.set()
 
         in_threads(partial(store.put, 1, 2), leave)
-        store.put(4)
-        assert store.batches == [[1, 2], [4]]
+        assert (store.put(4), store.batches) == (True, [[1, 2], [4]])
 
 
 def test_pings_that_wait_share_one():
@@ -259,9 +257,8 @@ def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
 def test_thread_that_cannot_be_started(monkeypatch):
     """It is told, and tried again by the next caller."""
     with Commits() as store, monkeypatch.context() as patch:
-        refuse = Mock(side_effect=RuntimeError('no more'))
-        patch.setattr(Commits, 'start_thread', refuse)
-        assert_raise(StoreUnavailable, partial(store.put, 0), match='no more')
+        patch.setattr(Commits, 'start_thread', Mock(side_effect=RuntimeError('none')))
+        assert_raise(StoreUnavailable, partial(store.put, 0), match='none')
         patch.undo()
         assert store.put(1) is True
     assert store.batches == [[1]]

@@ -6,6 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from disk import Fault, Gate, append, assert_raise, failing, files, fill, full, lines
@@ -138,8 +139,7 @@ def test_answer_rests_on_a_durable_line(path, disk, shared, plant):
 @pytest.mark.parametrize('call', ['flock', 'fdatasync'])
 def test_file_system_without_locks_or_syncs(path, disk, monkeypatch, call):
     """It is refused in words that name it, as is what to do."""
-    where = fcntl if call == 'flock' else disk
-    monkeypatch.setattr(where, call, failing(errno.ENOLCK))
+    monkeypatch.setattr(fcntl if call == 'flock' else disk, call, failing(errno.ENOLCK))
     load = JSONLinesStore(path).load
     assert_raise(StoreUnavailable, load, load, match=r'\(\w+\).*local')
 
@@ -175,11 +175,7 @@ def test_plant_that_could_not_be_compared_is_not_known(path, disk, store):
 
 def test_sync_that_was_interrupted_does_not_count(disk, store):
     """Nobody knows what it did: a repeat of its plant is synced before it is 200."""
-
-    def interrupt(fd):
-        raise MemoryError
-
-    disk.before = Fault('fdatasync', 1, interrupt)
+    disk.before = Fault('fdatasync', 1, Mock(side_effect=MemoryError))
     assert_raise(StoreUnavailable, partial(store.add, MOSS))
     begun = disk.now
     assert store.add(MOSS) is False

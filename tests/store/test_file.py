@@ -134,6 +134,9 @@ def test_changed_file_is_refused_until_it_is_back(path, change):
         else:
             path.write_bytes(lines(*PLANTS))
         assert_stored(store, PLANTS, free=[100])
+        path.parent.rename(moved := path.parent.with_name('moved'))
+        assert_raise(StoreUnavailable, store.ping, match='the file is not there')
+        moved.rename(path.parent)
 
 
 def test_reader_of_a_file_that_is_shortened_meanwhile(path, monkeypatch):
