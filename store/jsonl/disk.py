@@ -198,7 +198,7 @@ def unavailable(path: Path) -> Iterator[None]:
 def file_system(path: Path) -> str:
     """Return the type of the file system of a path: ``ext4``, ``nfs4``; see proc(5)."""
     found = {'/': 'of unknown type'}  # also where there is no /proc
-    with suppress(OSError), open('/proc/self/mountinfo') as mounts:
+    with suppress(OSError), open('/proc/self/mountinfo', errors='replace') as mounts:
         for mount in mounts:
             fields = mount.split()
             found[fields[4]] = fields[fields.index('-') + 1]
