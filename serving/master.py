@@ -92,8 +92,11 @@ class Master(Arbiter):  # type: ignore[misc]
 
     reap_workers = partialmethod(_guard, Arbiter.reap_workers, 'child_exit')
     reexec = partialmethod(_guard, Arbiter.reexec, 'SIGUSR2: no new server')
-    setup = partialmethod(_guard, Arbiter.setup, 'nworkers_changed')
     spawn_worker = partialmethod(_guard, Arbiter.spawn_worker, 'a worker cannot start')
+
+    @Arbiter.num_workers.setter  # type: ignore[untyped-decorator]
+    def num_workers(self, number: int) -> None:
+        self._guard(Arbiter._set_num_workers, 'nworkers_changed', number)
 
     def murder_workers(self) -> None:
         """After a pause of this process wait: its workers were paused as well."""
@@ -120,9 +123,7 @@ class Master(Arbiter):  # type: ignore[misc]
                 if getattr(cfg, name) != getattr(old, name):
                     raise ValueError(f'{name}: another one needs a restart')
             app = make(cfg, self.app.callable)
-            if (pid := os.fork()) == 0:  # a trial: there may be no process left
-                os._exit(0)
-            os.waitpid(pid, 0)
+            os.waitpid(os.fork() or os._exit(0), 0)  # a trial: is a process left?
             cfg.on_reload(self)
         except (Exception, SystemExit, KeyboardInterrupt) as ex:
             with suppress(OSError):

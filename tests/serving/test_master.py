@@ -65,7 +65,7 @@ def test_workers_go_on_where_none_can_start(tmp_path, name):
 
 
 def test_hook_that_fails_ends_no_worker(tmp_path):
-    """A hook of the operator, at the end of a worker and after a reload."""
+    """A hook of the operator, at the end of a worker, at SIGTTIN, after a reload."""
     hooks = ['child_exit = lambda server, worker: 1 / 0']
     hooks += ['nworkers_changed = lambda server, new, old: old and 1 / 0']
     with Server(tmp_path, conf=hooks, workers=2) as server:
@@ -75,7 +75,8 @@ def test_hook_that_fails_ends_no_worker(tmp_path):
                 os.kill(worker, signal.SIGKILL)
         wait_until(lambda: len(server.worker_pids() - before) == 2)
         server.reload()
-        wait_until(lambda: 'reloaded' in server.log)
+        server.signal(signal.SIGTTIN)
+        wait_until(lambda: len(server.worker_pids()) == 3 and 'reloaded' in server.log)
         assert {'child_exit', 'nworkers_changed'} <= set(re.findall(r'\w+', server.log))
         assert server.ask(request(body=fern())).status == 200
 
@@ -91,9 +92,8 @@ def test_stop_interrupts_a_reload(tmp_path):
         (tmp_path / 'slow').touch()
         server.signal(signal.SIGHUP)
         wait_until((tmp_path / 'reading').exists)
-        server.signal(signal.SIGHUP)
-        server.signal(signal.SIGUSR1)
-        server.signal(signal.SIGTERM)
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+            server.signal(number)
         assert server.wait(20) == 0
         assert 'Traceback' not in server.log
 
