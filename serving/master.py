@@ -115,8 +115,9 @@ class Master(Arbiter):  # type: ignore[misc]
         old, environ, printed = self.cfg, os.environ.copy(), io.StringIO()
         try:
             self.is_making = True
-            os.environ.clear()
-            os.environ |= old.env_orig  # before gunicorn.conf.py and its raw_env
+            for name in old.env:  # which gunicorn has set
+                os.environ.pop(name, None)
+            os.environ |= {k: v for k, v in old.env_orig.items() if k in old.env}
             with redirect_stderr(printed):
                 cfg = WSGIApplication().cfg
             for name in FIXED:
@@ -128,8 +129,9 @@ class Master(Arbiter):  # type: ignore[misc]
         except (Exception, SystemExit, KeyboardInterrupt) as ex:
             with suppress(OSError):
                 os.chdir(old.chdir)
-            os.environ.clear()
-            os.environ |= environ
+            for name in os.environ.keys() - environ.keys():
+                del os.environ[name]
+            os.environ |= dict(environ.items() - os.environ.items())
             said = printed.getvalue() if isinstance(ex, SystemExit) else str(ex)
             words = re.sub(r'(?s)\[?Traceback.*\n(?=\w)', '', said).split()
             log.error('Not reloaded, and nothing has changed: %s', ' '.join(words))
