@@ -67,7 +67,7 @@ class Master(Arbiter):  # type: ignore[misc]
         up = [each for each in workers if each.tmp.last_update() <= time.monotonic()]
         if up:  # only a start may fail; the system keeps one byte of an exit code
             self.WORKER_BOOT_ERROR, self.APP_LOAD_ERROR = 256 + 3, 256 + 4
-        if self.told is not self.cfg and not old:
+        if self.told is not self.cfg and not old and (up or not self.told):
             show_ready(self)
             self.told = self.cfg
         missing = self.num_workers + len(old) - len(workers)
