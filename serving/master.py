@@ -176,7 +176,7 @@ def show_ready(server: Any) -> None:
 def pre_fork(server: Any, worker: Any) -> None:
     """Have the worker inherit the tokens that are valid now, and none from before."""
     # The lowest number that no living worker has; its metrics go by it.
-    taken = {0, *(each.number for each in server.WORKERS.values())}
+    taken = {0, *(getattr(each, 'number', 0) for each in server.WORKERS.values())}
     worker.number = min({*range(len(taken) + 1)} - taken)
     if tokens := server.app.callable.settings.tokens:
         tokens.refresh()

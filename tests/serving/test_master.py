@@ -7,7 +7,7 @@ import time
 
 import pytest
 from exchange import fern
-from machine import paused
+from machine import edit, paused
 from rawclient import request
 from server import Server, time_limits, wait_until
 from test_reload import refusal
@@ -20,14 +20,13 @@ import time
 fork = os.fork
 def check(name):
     if os.path.exists(name):
+        time.sleep(float(open(name).read() or 0))
         raise BlockingIOError('no room')
 def failing_fork():
     check('no fork')
     return fork()
 os.fork = failing_fork
 def post_fork(server, worker):
-    if os.path.exists('no boot'):
-        time.sleep(float(open('no boot').read() or 0))
     check('no boot')
 """
 
@@ -67,7 +66,8 @@ def test_workers_go_on_where_none_can_start(tmp_path, name):
 
 def test_hook_that_fails_ends_no_worker(tmp_path):
     """A hook of the operator, at the end of a worker, at SIGTTIN, after a reload."""
-    hooks = ['child_exit = lambda server, worker: 1 / 0']
+    own = 'pre_fork = lambda server, worker: None'  # until the reload
+    hooks = [own, 'child_exit = lambda server, worker: 1 / 0']
     hooks += ['nworkers_changed = lambda server, new, old: old and 1 / 0']
     with Server(tmp_path, conf=hooks, workers=2) as server:
         before = server.worker_pids()
@@ -75,6 +75,7 @@ def test_hook_that_fails_ends_no_worker(tmp_path):
             for worker in before:
                 os.kill(worker, signal.SIGKILL)
         wait_until(lambda: len(server.worker_pids() - before) == 2)
+        edit(tmp_path / 'more.conf.py', own, '')
         server.reload()
         server.signal(signal.SIGTTIN)
         wait_until(lambda: len(server.worker_pids()) == 3 and 'reloaded' in server.log)
@@ -101,8 +102,7 @@ def test_stop_interrupts_a_reload(tmp_path):
 
 def test_stop_is_heard_while_old_workers_end(tmp_path):
     """Their silent clients go first; a request may delay them, and no other signal."""
-    limits = time_limits(REQUEST_TIMEOUT=3600, LINGER=0.2)
-    conf = [*limits, 'keepalive = 3600']
+    conf = [*time_limits(REQUEST_TIMEOUT=3600, LINGER=0.2), 'keepalive = 3600']
     with (
         Server(tmp_path, conf=conf) as server,
         server.connect() as silent,
