@@ -126,7 +126,9 @@ class Master(Arbiter):  # type: ignore[misc]
             for path in {cfg.errorlog, cfg.accesslog} - {None, '-'}:
                 check_is_writable(path)
             app = make(cfg, self.app.callable)
-            os.waitpid(os.fork() or os._exit(0), 0)  # a trial: is a process left?
+            if (pid := os.fork()) == 0:  # a trial: there may be no process left
+                os._exit(0)
+            os.waitpid(pid, 0)
             cfg.on_reload(self)
         except (Exception, SystemExit, KeyboardInterrupt) as ex:
             with suppress(OSError):
