@@ -27,7 +27,7 @@ from serving.worker import PlantsWorker
 from store import THREADS, StoreError, StoreUnavailable, open_store
 from store.jsonl.disk import file_system
 from web.settings import Settings
-from web.tokens import MADE_TOKEN
+from web.tokens import MADE_TOKEN, TokensFile
 
 log = logging.getLogger('plants')
 
@@ -86,10 +86,13 @@ def make(cfg: Config, served: Any = None) -> PlantsApp:
                 os.setegid(cfg.gid)
                 os.seteuid(cfg.uid)
             app.tls = ssl_context(cfg) if cfg.is_ssl else None
+            if isinstance(settings.tokens, TokensFile):  # to follow its changes
+                os.close(os.open(settings.tokens.path, os.O_RDONLY))
             if not (cfg.check_config or cfg.print_config):
                 _load(app, makes=not served)
     except OSError as ex:
-        raise ValueError(f'user/group, certfile, keyfile, worker_tmp_dir: {ex}') from ex
+        names = 'user/group, certfile, keyfile, worker_tmp_dir, PLANTS_TOKENS_FILE'
+        raise ValueError(f'{names}: {ex}') from ex
     return app
 
 

@@ -98,7 +98,7 @@ class TokensFile(Tokens):
     _next_look = 0.0
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         # Of all processes: the hash of the version that was read last, and failures.
         shared = memoryview(mmap.mmap(-1, 16)).cast('q')
         self._newest, self.failures = shared[:1], shared[1:]
@@ -121,24 +121,24 @@ class TokensFile(Tokens):
         self.failures[0] += bool(known.fault)
         what, write = known.fault or 'read', log.error if known.fault else log.info
         if known.fault or known.version != before.version:
-            write('%s: %s; tokens now: %d', self._path, what, len(known.names))
+            write('%s: %s; tokens now: %d', self.path, what, len(known.names))
 
     def _look(self, known: _Known) -> _Known:
         """Return what is known after a look at the file, which waits for no FIFO."""
         names, version, _ = known
         seen, fault, is_newest = version, '', self._newest[0] == hash(version)
         try:
-            status = self._path.stat()
+            status = self.path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size > LONGEST:
                 raise ValueError(f'it is not a regular file of at most {LONGEST} bytes')
             # A young one is perhaps being written.
             is_young = 0 <= time.time() - status.st_ctime < 2 * self.CHECK_EVERY
             seen = _version(status)
             if not (is_young or (seen == version and is_newest)):
-                with open(os.open(self._path, os.O_NONBLOCK), 'rb') as file:
+                with open(os.open(self.path, os.O_NONBLOCK), 'rb') as file:
                     found = _checked(_parse(file.read(LONGEST)), self._refused)
                     read = _version(os.fstat(file.fileno()))
-                if seen == read == _version(self._path.stat()):  # and not changed
+                if seen == read == _version(self.path.stat()):  # and not changed
                     names, version = found, seen
                     self._newest[0] = hash(version)
         except Exception as ex:

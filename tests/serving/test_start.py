@@ -133,7 +133,7 @@ HOME = ['post_fork = lambda s, w: print("HOME", os.environ.get("HOME"), flush=Tr
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root may serve as another user')
 def test_user_that_serves_owns_the_files():
-    """With --user the files belong to that user, who must be able to read the key."""
+    """With --user files belong to that user, who must be able to read the others."""
     nobody, token = getpwnam('nobody'), 'm' * 30
     user = ('--user', 'nobody', '--group', str(nobody.pw_gid))
     metrics = request('GET', '/metrics', authorization=f'Bearer {token}')
@@ -142,8 +142,12 @@ def test_user_that_serves_owns_the_files():
         os.chown(public, nobody.pw_uid, nobody.pw_gid)
         make_certificate(public)
         (public / 'plants.key').chmod(0o600)
+        (public / 'tokens').write_text('m' * 31)
+        (public / 'tokens').chmod(0o600)
         tls = ('--certfile', 'plants.pem', '--keyfile', 'plants.key')
         assert Server(public, *user, *tls).run() == 1
+        how = {'PLANTS_TOKENS': None, 'PLANTS_TOKENS_FILE': 'tokens'}
+        assert Server(public, *user, **how).run() == 1
         how = {'conf': HOME, 'HOME': '/root', 'PLANTS_METRICS_TOKEN': token}
         with Server(public, *user, **how) as server:
             for _ in range(2):

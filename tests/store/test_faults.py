@@ -141,8 +141,7 @@ def test_file_system_without_locks_or_syncs(path, disk, monkeypatch, call):
     """It is refused in words that name it, as is what to do."""
     mounts = path.with_name('mounts')  # a mount point may have any name
     mounts.write_bytes(b'2 1 0:2 / /\xff rw - tmpfs x rw\n1 0 0:1 / / rw - ext9 x rw\n')
-    ours = 'store.jsonl.disk.open'
-    monkeypatch.setattr(ours, lambda _, **how: mounts.open(**how), raising=False)
+    monkeypatch.setattr('builtins.open', lambda _, **how: mounts.open(**how))
     monkeypatch.setattr(fcntl if call == 'flock' else disk, call, failing(errno.ENOLCK))
     load = JSONLinesStore(path).load
     assert_raise(StoreUnavailable, load, load, match=r'\(ext9\).*local')
