@@ -9,13 +9,13 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from functools import partial, partialmethod
 from typing import Any
 
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.arbiter import Arbiter
-from gunicorn.util import check_is_writable
 
 from serving.lifecycle import ENDING, ONE_WORKER, make
 from serving.log import PlantsLogger
@@ -81,7 +81,7 @@ class Master(Arbiter):  # type: ignore[misc]
             time.sleep(0.5 if missing else 0.2)  # a new one may end at once
             self.wakeup()
 
-    def _guard(self, call: Any, what: str, *args: object) -> None:
+    def _guard(self, call: Callable[..., object], what: str, *args: object) -> None:
         """Call; a fork, or a hook of the operator, that fails ends no other worker."""
         try:
             call(self, *args)
@@ -123,8 +123,6 @@ class Master(Arbiter):  # type: ignore[misc]
             for name in FIXED:
                 if getattr(cfg, name) != getattr(old, name):
                     raise ValueError(f'{name}: another one needs a restart')
-            for path in {cfg.errorlog, cfg.accesslog} - {None, '-'}:
-                check_is_writable(path)
             app = make(cfg, self.app.callable)
             if (pid := os.fork()) == 0:  # a trial: there may be no process left
                 os._exit(0)

@@ -56,7 +56,6 @@ REFUSED = {
     **{name: (f'{name} = {value!r}', name) for name, value in FIXED.items()},
     'syntax': ('keepalive =', 'gunicorn.conf.py'),
     'value': ("keepalive = 'long'", 'keepalive'),
-    'log': ("accesslog = 'no/log'", "'no/log'"),
     'heartbeats': ("worker_tmp_dir = os.environ['SCRIPT_NAME'] = '/proc'", '/proc'),
     'setting of ours': ("chdir = '/'\nraw_env += ['PLANTS_LOG=x']", 'PLANTS_LOG'),
     'store in memory': ("raw_env += ['PLANTS_STORE=memory:']", 'memory:'),
