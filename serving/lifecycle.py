@@ -51,8 +51,7 @@ def build() -> PlantsApp:
     if __version__ != GUNICORN:
         log.warning('gunicorn %s is not %s, which was tried', __version__, GUNICORN)
     try:
-        cfg = WSGIApplication().cfg  # as a reload reads it; gunicorn passes none
-        return make(cfg)
+        return make(WSGIApplication().cfg)  # as in a reload; gunicorn passes none
     except (ValueError, OSError, RuntimeError, StoreError) as ex:
         log.critical('%s', ex)
         sys.exit(1)
@@ -147,6 +146,5 @@ def _load(app: PlantsApp, makes: bool) -> None:
             made.ping()
         app.store.load()
     path = getattr(app.store, 'path', None)
-    kind = path and file_system(path)
-    if kind in ('tmpfs', 'ramfs', 'overlay'):
+    if path and (kind := file_system(path)) in ('tmpfs', 'ramfs', 'overlay'):
         log.warning('%s: it is on %s, and may end with this container', path, kind)
