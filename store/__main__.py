@@ -104,7 +104,8 @@ def _check(store: PlantStore, repair: bool) -> int:
 
 def _copy(source: PlantStore, url: str) -> int:
     bar = _progress()(source)
-    write = getattr(bar, 'write', print)  # not in the middle of the bar
+    # Not in the middle of the bar; without its lock, which an interrupt may upset.
+    write = partial(bar.write, nolock=True) if hasattr(bar, 'write') else print
     counts = Counter({'copied': 0, 'already there': 0, 'conflicting': 0})
     parts = batches(bar, Plant.length)
     first = next(parts, [])  # a source that cannot be read makes no target
