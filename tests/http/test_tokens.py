@@ -17,7 +17,7 @@ from machine import only_worker
 from rawclient import TOKEN
 from server import Server, request
 from test_contract import FERN
-from waiting import wait_until
+from waiting import in_threads, wait_until
 
 from app import create_app
 from store.memory import MemoryStore
@@ -244,7 +244,7 @@ def test_file_that_cannot_be_read_may_revoke_all(path, monkeypatch):
 
 
 def test_look_while_the_file_changes_is_in_vain(path, monkeypatch):
-    """Half a file is not read, nor one to which a link led for a moment."""
+    """Half a file is not read, nor a FIFO, nor what a link led to for a moment."""
     really, aside = os.open, path.with_name('aside')
     aside.write_text(OTHER)
 
@@ -258,6 +258,7 @@ def test_look_while_the_file_changes_is_in_vain(path, monkeypatch):
     for change, accepted in [
         (lambda *arguments: path.write_text(OTHER) and really(*arguments), TOKEN),
         (lambda *_: really(aside, os.O_RDONLY), TOKEN),
+        (lambda *arguments: DAMAGE['a FIFO'][0](path) and really(*arguments), TOKEN),
         (slowly, OTHER),
     ]:
         replace(path, TOKEN)
@@ -265,7 +266,7 @@ def test_look_while_the_file_changes_is_in_vain(path, monkeypatch):
         replace(path, TOKEN[::-1])
         with monkeypatch.context() as patch:
             patch.setattr(os, 'open', change)
-            tokens.refresh()
+            in_threads(tokens.refresh)
         tokens.refresh = int  # no other look
         assert [x for x in (TOKEN, TOKEN[::-1], OTHER) if tokens.find(x)] == [accepted]
 
