@@ -44,8 +44,9 @@ class Answer:
                 result.close()
         self.sent = len(self.body)
         self.fields = ''.join([f'\r\n{name}: {text}' for name, text in self.headers])
-        if {*map(self.fields.count, '\r\n')} != {len(self.headers)}:
-            raise ValueError('a field of the answer has a line end in it')
+        for end in '\r\n':
+            if self.fields.count(end) != len(self.headers):
+                raise ValueError('a field of the answer has a line end in it')
 
     def _start(self, status: str, headers: list[tuple[str, str]], _: Any = None) -> Any:
         self.status, self.headers = status, headers

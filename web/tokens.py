@@ -42,9 +42,10 @@ class Tokens:
     _refused: frozenset[bytes] = frozenset()  # the digests of tokens for metrics
 
     def __init__(self, tokens: str | Iterable[str] | Mapping[str, str]) -> None:
-        tokens = [tokens] if isinstance(tokens, str) else tokens or ()  # None: not set
-        if not isinstance(tokens, Mapping):
-            tokens = {f'token-{n}': text for n, text in enumerate(tokens, 1)}
+        if isinstance(tokens, str):
+            tokens = [tokens]
+        if not isinstance(tokens, Mapping):  # None if a variable is not set
+            tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
         names = {_digest(text, name): name for name, text in tokens.items()}
         self._known = _Known(_checked(names, self._refused))
 
