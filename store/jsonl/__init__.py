@@ -33,7 +33,7 @@ class JSONLinesStore(CommittedStore):
         self.path = Path(os.path.realpath(path))
         super().__init__(str(self.path), scheduler=scheduler)
         if create:
-            with disk.Unavailable(self.path):
+            with disk.Refusing(self.path):
                 disk.make_file(self.path)
         self._known = Known(self.path)  # what each opening starts with
 

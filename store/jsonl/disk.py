@@ -177,8 +177,8 @@ def copy_aside(path: Path, fd: int, spans: Spans, kind: str) -> Path:
 
 
 @dataclass
-class Unavailable:
-    """Raises ``StoreUnavailable`` for an error of a plant file: what it means.
+class Refusing:
+    """Refuses, with ``StoreUnavailable``, for an error of a plant file: what it means.
 
     A class: with ``contextmanager`` a lone add takes 1.1 % more instructions.
     """
@@ -186,7 +186,7 @@ class Unavailable:
     path: Path
 
     def __enter__(self) -> None:
-        """Take up the errors of a ``with`` statement."""
+        """Begin; nothing is done before there is an error."""
 
     def __exit__(self, _: object, ex: BaseException | None, *rest: object) -> None:
         if not isinstance(ex, OSError):

@@ -59,7 +59,7 @@ class PlantFile:
         self._is_open = False  # then only its end is mended
         self._failed_sync = 0  # the number of its error; then it takes no plants
         self._failed_write = 0  # the length of the latest write, if it failed
-        with disk.Unavailable(path):
+        with disk.Refusing(path):
             with suppress(FileNotFoundError):  # a side file's name may be too long
                 os.lstat(f'{path}.damaged-999999')
             self._file = forks.opened(partial(disk.open_file, path))
@@ -106,7 +106,7 @@ class PlantFile:
 
     def sync(self) -> None:
         """Make all known lines durable; the only sync of this descriptor."""
-        with disk.Unavailable(self._path):
+        with disk.Refusing(self._path):
             try:
                 disk.sync(self._fd)
             except OSError as ex:
@@ -119,7 +119,7 @@ class PlantFile:
         """Take the lock, know all lines, also those of other processes, and call."""
         fd, path, within = self._fd, self._path, self._within
         mended: list[str] = []
-        with disk.Unavailable(path):
+        with disk.Refusing(path):
             try:
                 # Many lines are read without the lock, for which others wait; not the
                 # last 128 KiB: a torn tail is cut off, and others are written there.

@@ -147,7 +147,7 @@ def blank(
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open a plant file to read it; only a torn tail may be cut off meanwhile."""
     opening = partial(disk.open_file, path, flags)
-    with disk.Unavailable(path), forks.opened(opening) as file:
+    with disk.Refusing(path), forks.opened(opening) as file:
         fd, size = file.fileno(), os.fstat(file.fileno()).st_size
         is_whole = os.pread(fd, 1, max(0, size - 1)) == b'\n'
         yield fd
