@@ -50,7 +50,7 @@ class PlantsResource:
         """Add a plant; respond with the plant without its id."""
         plant = self._reader.read(req)
         self._store.add(plant)
-        members = zip(TEXTS, plant[1:], strict=True)
+        members = zip(TEXTS, plant[1:])
         resp.data = encode({name: text for name, text in members if text is not None})
 
 

@@ -52,7 +52,7 @@ def check_plant(plant: Plant) -> None:
         raise ValueError(f'id: {reprlib.repr(id)} is not an integer')
     if not ID_MIN <= id <= ID_MAX:
         raise ValueError('id: it is not a 64-bit integer')
-    for member, text in zip(TEXTS, plant[1:], strict=True):
+    for member, text in zip(TEXTS, plant[1:]):
         if text is None and member in OPTIONAL:
             continue
         if not isinstance(text, str):

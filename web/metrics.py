@@ -90,7 +90,7 @@ class Metrics(ReadOnlyResource):
             limits = [*map(str, bounds), '+Inf']
             for key in [key for key in sums if key[0] == name] if labels else [(name,)]:
                 total, *counts = sums[key]
-                buckets = [*zip(limits, accumulate(counts), strict=False)]
+                buckets = [*zip(limits, accumulate(counts))]
                 family.add_metric(key[1:], buckets, total)
             yield family
         failures = 'plants_token_reload_failures', 'Changes that broke a tokens file.'

@@ -26,12 +26,12 @@ class PlantsRequest(falcon.Request):
     token_name = '-'  # of the accepted token
     error = 0  # the ErrorValue of the answer, or 0
 
-    def __init__(self, env: dict[str, Any], *args: Any, **options: Any) -> None:
+    def __init__(self, env: dict[str, Any], options: Any = None) -> None:
         self.began = time.perf_counter()
         id = env.get('HTTP_X_REQUEST_ID', '')
         self.id = id if _SANE_ID.fullmatch(id) else f'{random.getrandbits(64):016x}'
         env.setdefault('PATH_INFO', '')  # PEP 3333: it may be absent when it is empty
-        super().__init__(env, *args, **options)
+        super().__init__(env, options)
         # To this method Falcon would answer 400 before any middleware asks for a token.
         self.method = self.method.replace('WEBSOCKET', 'websocket')
 

@@ -56,7 +56,7 @@ _decode = json.JSONDecoder(
 
 def encode(plant: Plant) -> bytes:
     """Return the record of a plant, or raise ``StoreError`` if it would be too long."""
-    texts = zip(_HEADS, plant[1:], strict=True)
+    texts = zip(_HEADS, plant[1:])
     rest = [head + _quote(text) for head, text in texts if text is not None]
     line = f'{{"id":{plant.id}{"".join(rest)}}}\n'.encode()
     if len(line) > LONGEST + 1:
@@ -178,7 +178,7 @@ def scan(chunk: bytes, start: int) -> tuple[list[tuple[int, int]], int]:
     found, lines = [], chunk.splitlines(True)
     if 0 < len(ids) == len(lines) and min(ids) >= ID_MIN and max(ids) <= ID_MAX:
         offsets = accumulate(map(len, lines), initial=start)
-        return [*zip(ids, offsets, strict=False)], start + len(chunk)
+        return [*zip(ids, offsets)], start + len(chunk)
     for match in _each_line(chunk):
         digits, offset = match[1], start + match.start()
         if ids and digits and ID_MIN <= (id := int(digits)) <= ID_MAX:
