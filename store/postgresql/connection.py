@@ -28,10 +28,11 @@ READ_WITHIN = 60  # for a page of plants
 SETTINGS = """SET {0} ISOLATION LEVEL READ COMMITTED;
 SET {1} client_min_messages TO warning; SET {1} synchronous_commit TO {2};
 SET {1} statement_timeout TO '{3}s'; SET {1} lock_timeout TO '{4}s'; """
-# Whether a pooler shares the session, and whether commits are durable.
+# Whether a pooler shares the session, and what may lose plants that were acknowledged.
 STATE = """SELECT pg_backend_pid(), current_setting('synchronous_commit'),
-(SELECT string_agg(name, ', ') FROM pg_settings
-WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off')"""
+(SELECT string_agg(it, ', ') FROM pg_settings, concat(name, ' = ', setting) AS it
+WHERE it IN ('fsync = off', 'full_page_writes = off', 'data_sync_retry = on',
+'zero_damaged_pages = on', 'ignore_checksum_failure = on'))"""
 
 
 class Connection:
@@ -64,7 +65,7 @@ class Connection:
 
     def _configure(self, to_read: bool) -> None:
         """Set what must hold: once, or in each transaction behind a pooler."""
-        ((pid, level, off),) = self.execute(STATE)
+        ((pid, level, unsafe),) = self.execute(STATE)
         safe = level if level == 'remote_apply' else 'on'  # only that is safer
         limits = (READ_WITHIN, 3) if to_read else (STATEMENT_WITHIN, LOCK_WITHIN)
         # A policy that hides plants of a reader is then an error, and no short list.
@@ -74,8 +75,8 @@ class Connection:
             self.execute(settings.format(*kinds, safe, *limits))
         else:
             self._begin = settings.format('TRANSACTION', 'LOCAL', safe, *limits)
-        if off and not to_read:
-            log.warning('%s: %s = off: unsafe in a crash', self._target.shown, off)
+        if unsafe and not to_read:
+            log.warning('%s: it may lose plants: %s', self._target.shown, unsafe)
 
     def execute(self, statements: str, *values: str) -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them."""

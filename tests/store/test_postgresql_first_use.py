@@ -309,11 +309,11 @@ def test_unsafe_database_is_warned_of(database, url, caplog):
     database.configure('full_page_writes = off\n')
     try:
         wait_until(lambda: database.execute('SHOW full_page_writes') == [('off',)])
-        with open_store(url) as store:
+        with open_store(f'{url}%20-czero_damaged_pages%3Don') as store:
             store.ping()
     finally:
         database.configure('full_page_writes = on\n')
-    assert 'full_page_writes = off' in caplog.text
+    assert 'full_page_writes = off, zero_damaged_pages = on' in caplog.text
 
 
 def test_database_must_be_utf8(database):
