@@ -81,6 +81,8 @@ class PlantsLogger(Logger):  # type: ignore[misc]
     buffer = Buffer(1)
 
     def setup(self, cfg: Config) -> None:
+        for path in {cfg.errorlog, cfg.accesslog} - {None, '-'}:
+            check_is_writable(path)  # before the handlers of now are removed
         super().setup(cfg)
         # Of a lost line Python would show all arguments: those of the access log have
         # the headers of a request, and so its token.
