@@ -89,10 +89,9 @@ class PlantReader:
                 plant = Plant(*map(value.get, Plant._fields))  # type: ignore[arg-type]
                 try:
                     check_plant(plant)
+                    return plant
                 except ValueError:  # it says one fault of perhaps several
                     pass
-                else:
-                    return plant
             faults = self._faults(value)
         except (RecursionError, ValueError) as ex:  # too deep, too many digits, no JSON
             is_text = not isinstance(ex, UnicodeDecodeError)
