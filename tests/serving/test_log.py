@@ -113,8 +113,7 @@ def test_log_file_is_rotated(tmp_path):
 def assert_goes_on(server):
     """Remove the directory of the log; check that it costs only lines of the log."""
     shutil.rmtree(server.directory / 'logs')
-    # Python handles them in this order: the second one comes after the first.
-    for number in (signal.SIGUSR1, signal.SIGTTIN):
+    for number in (signal.SIGUSR1, signal.SIGTTIN):  # Python handles them in order
         server.signal(number)
     wait_until(lambda: len(server.worker_pids()) > 1, 'it hears both')
     server.reload()
@@ -124,10 +123,9 @@ def assert_goes_on(server):
 def test_log_configuration_keeps_its_rules(tmp_path):
     """Its handlers rotate and encode their files, and have lines of their level."""
     (tmp_path / 'logs').mkdir()
-    kinds = {'errors': 'FileHandler', 'all': 'handlers.RotatingFileHandler'}
-    kinds['watched'] = 'handlers.WatchedFileHandler'
+    kinds = {'errors': '', 'all': 'handlers.Rotating', 'watched': 'handlers.Watched'}
     handlers = {
-        name: {'class': f'logging.{kind}', 'filename': f'logs/{name}'}
+        name: {'class': f'logging.{kind}FileHandler', 'filename': f'logs/{name}'}
         for name, kind in kinds.items()
     }
     handlers['errors']['level'], handlers['watched']['encoding'] = 'ERROR', 'ascii'
