@@ -23,7 +23,7 @@ store() {
 # Only what this script has made: other files in the directory stay.
 digits='[0-9][0-9][0-9][0-9]'
 list() {
-    find "$directory" -maxdepth 1 -type f \
+    find -H "$directory" -maxdepth 1 -type f \
         -name "plants-$digits${digits}T$digits[0-9][0-9]Z.jsonl" | LC_ALL=C sort
 }
 
@@ -43,7 +43,7 @@ if [ "${verified%% *}" -lt "$before" ]; then
 fi
 sync "$copy"
 # The last name of all, also if the clock is behind: then a second after the newest.
-stamp=$("$checkout/.venv/bin/python" -c '
+stamp=$("$checkout/.venv/bin/python" -P -c '
 import sys, time
 from calendar import timegm
 form, now = "%Y%m%dT%H%M%SZ", time.time()

@@ -102,13 +102,14 @@ OLD = 'plants-20260101T000000Z.jsonl'
 
 @pytest.fixture
 def backups(tmp_path):
-    """The directory of the backups, in which there is an old one."""
+    """The directory of the backups, on another disk, in which there is an old one."""
     (tmp_path / 'store').symlink_to(REPOSITORY / 'store')
     shutil.copytree(REPOSITORY / 'deploy', tmp_path / 'deploy')
     (tmp_path / 'link').symlink_to('deploy/backup.sh')
     (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
     (tmp_path / 'plants.jsonl').write_bytes(b''.join(LINES))
-    (tmp_path / 'backups').mkdir()
+    (tmp_path / 'disk').mkdir()
+    (tmp_path / 'backups').symlink_to('disk')
     (tmp_path / 'backups' / OLD).write_bytes(b''.join(LINES[:50]))
     return tmp_path / 'backups'
 
