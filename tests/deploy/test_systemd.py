@@ -25,7 +25,7 @@ def test_units_are_sound_and_hardened(tmp_path):
     for path in SERVICE.parent.glob('plants*.*'):
         text = re.sub('(?m)^ExecStart=.*', 'ExecStart=/bin/true', path.read_text())
         (tmp_path / path.name).write_text(text)
-    tries = r'(?s)\nStartLimitIntervalSec=0\n.*\nRestartSec=[2-9]\n'
+    tries = r'(?s)\nStartLimitIntervalSec=0\n.*\nRestartSec=[2-9]\nOOMPolicy=cont'
     assert re.search(tries, SERVICE.read_text()), 'it never gives up'
     done = finished([analyze, 'verify', *sorted(tmp_path.iterdir())])
     assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
