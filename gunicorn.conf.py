@@ -43,8 +43,7 @@ control_socket_disable = True
 
 # ---- time limits, in seconds
 
-# How long an idle connection is kept. With two seconds, the default, a client often
-# finds its pooled connection closed when it sends the next request.
+# With two seconds, the default, a client often finds a pooled connection closed.
 keepalive = 15
 # Longer than an add waits (5 s): a worker answers what it has begun before it stops.
 graceful_timeout = 30

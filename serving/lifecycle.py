@@ -1,9 +1,9 @@
 """What a server serves: made by a start, by each reload, and by ``--check-config``.
 
-The master makes the application and loads the store before it makes workers, which
-inherit both. A reload (SIGHUP) makes both anew, beside what runs.
+Workers inherit the application and the loaded store; a reload makes both anew.
 """
 
+import errno
 import logging
 import os
 import re
@@ -96,9 +96,7 @@ def make(cfg: Config, served: Any = None) -> PlantsApp:
     return app
 
 
-def _faults(
-    cfg: Config, settings: Settings, served: Any, is_ours: bool
-) -> Iterator[str]:
+def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterator[str]:
     """Yield a sentence for each setting that cannot be served."""
     for name in ('LISTEN_FDS', 'LISTEN_PID', 'GUNICORN_PID'):
         if not os.environ.get(name, '0').isdecimal():
@@ -113,7 +111,7 @@ def _faults(
         yield 'PLANTS_STORE: memory: needs a restart'
     if not settings.tokens and (served.settings.tokens if served else cfg.daemon):
         yield 'PLANTS_TOKENS: nobody would see a made token: set it'
-    idle = NO_EFFECT if is_ours else re.compile('reload|statsd_')
+    idle = NO_EFFECT if ours else re.compile('reload|statsd_')
     for name, setting in cfg.settings.items():
         if idle.match(name) and setting.get() != type(setting)().get():
             yield f'{name}: it has no effect here; SIGHUP is for new settings'
@@ -124,6 +122,10 @@ def _faults(
                 _sock_type(address)(address, cfg, log).close()
             except (OSError, OverflowError) as ex:
                 yield f'bind: choose another address with -b: {address}: {ex}'
+        for path in [each for each in cfg.address if isinstance(each, str)]:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                if probe.connect_ex(path) == errno.EPROTOTYPE:  # it is a server's
+                    yield f'bind: choose another address with -b: {path} is in use'
 
 
 def addresses(port: str) -> list[str]:

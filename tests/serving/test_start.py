@@ -41,7 +41,7 @@ def test_made_token_works_and_stays(tmp_path):
 
 OPTIONS = 'GUNICORN_CMD_ARGS'
 DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
-TAKEN = {OPTIONS: '-b 127.0.0.1:{} -b 127.0.0.1:65536'}
+TAKEN = {OPTIONS: '-b 127.0.0.1:{} -b 127.0.0.1:65536 -b unix:taken'}
 WRONG = {OPTIONS: '--env PLANTS_LOG=x', 'PLANTS_MAX_BODY': '0'}
 WRONG |= {'PLANTS_STORE': f'sql:{SECRET}'}
 IDLE = '--reload --proxy-protocol --limit-request-fields=9 --statsd-host=:1 --threads=2'
@@ -56,7 +56,7 @@ REFUSED = {
     'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile'], 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
-    'addresses': (TAKEN, ['with -b', 'in use', 'must be 0-65535'], 0),
+    'addresses': (TAKEN, ['with -b: (', 'must be 0-65535', 'taken is in use'], 0),
 }
 
 
@@ -66,17 +66,19 @@ def test_refused_start_leaves_nothing(service, tmp_path, variables, words, code)
     (tmp_path / 'damaged').write_bytes(DAMAGED)
     conf = ['import warnings', 'warnings.simplefilter("ignore")']  # unclosed sockets
     how = {'conf': conf, 'PLANTS_STORE': 'memory:'}
-    how |= {name: text.format(service.port) for name, text in variables.items()}
-    for argument, expected in {'--check-config': code, '-ppid': 1}.items():
-        server = Server(tmp_path, argument, **how)
-        assert server.run() == expected
-        said = [word for word in words if word in server.log]
-        assert said == words[: expected * len(words)]
-        assert not re.search(f'Traceback|{SECRET}', server.log)
-        # But for the bytecode of the configuration.
-        left = {path.name for path in tmp_path.iterdir()} - {'__pycache__'}
-        assert left == {'server.log', 'damaged', 'more.conf.py'}
-        assert (tmp_path / 'damaged').read_bytes() == DAMAGED
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / 'taken'))
+        how |= {name: text.format(service.port) for name, text in variables.items()}
+        for argument, expected in {'--check-config': code, '-ppid': 1}.items():
+            server = Server(tmp_path, argument, **how)
+            assert server.run() == expected
+            said = [word for word in words if word in server.log]
+            assert said == words[: expected * len(words)]
+            assert not re.search(f'Traceback|{SECRET}', server.log)
+            # But for the bytecode of the configuration.
+            left = {path.name for path in tmp_path.iterdir()} - {'__pycache__'}
+            assert left == {'server.log', 'damaged', 'more.conf.py', 'taken'}
+            assert (tmp_path / 'damaged').read_bytes() == DAMAGED
 
 
 def test_memory_store_keeps_one_worker(tmp_path):
@@ -102,16 +104,14 @@ SLOW += ['    while True: time.sleep(0.01)', 'JSONLinesStore.load = load']
 FORKED = ['import time', 'def post_fork(server, worker):']
 FORKED += ['    while True: time.sleep(0.01)']
 UNSHARE = ['--pid', '--fork', '--kill-child', '--mount-proc']
+MOMENTS = {
+    'reading': (SLOW, UNSHARE, signal.SIGTERM),
+    'forked': (FORKED, [], signal.SIGINT),
+    'serving': (['reuse_port = True'], UNSHARE, signal.SIGTERM),
+}
 
 
-@table(
-    'conf, container, number',
-    {
-        'reading': (SLOW, UNSHARE, signal.SIGTERM),
-        'forked': (FORKED, [], signal.SIGINT),
-        'serving': (['reuse_port = True'], UNSHARE, signal.SIGTERM),
-    },
-)
+@table('conf, container, number', MOMENTS)
 def test_signal_ends_a_server_at_any_time(tmp_path, container, conf, number):
     """Also in a long read, before a worker has handlers, and as process 1."""
     command = [*(container and in_namespace(*container)), *GUNICORN, '-p', 'pid']

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import exchange
@@ -18,15 +17,7 @@ from waiting import PATIENCE, wait_until
 
 PROBE = request('GET', '/livez')
 LARGE = request('GET', exchange.LARGE_FILE)
-
-
-def test_worker_class_of_gunicorn_serves_plants(tmp_path):
-    """Gunicorn's own workers serve the same application."""
-    with Server(tmp_path, '-k', 'gthread', '--threads=4', workers=2) as server:
-        with ThreadPoolExecutor(8) as pool:
-            added = pool.map(server.ask, [request(body=fern()) for _ in range(40)])
-            assert {answer.status for answer in added} == {200}
-        assert len(server.plants()) == 40
+OWN = ['--logger-class gunicorn.glogging.Logger', '-kgthread --threads=4 --workers=2']
 
 
 def test_tls_is_served(secure):
@@ -55,12 +46,12 @@ def test_connection_without_a_handshake_is_closed(secure):
         assert all(client.is_readable(PATIENCE) for client in clients)
 
 
-def test_several_sockets_are_served(tmp_path):
-    """Two ports and a Unix socket; also with gunicorn's own log."""
+@pytest.mark.parametrize('own', OWN)
+def test_several_sockets_are_served(tmp_path, own):
+    """Two ports and a Unix socket; also with the log or the workers of gunicorn."""
     path = tmp_path / 's'
     bound = '--bind', '127.0.0.1:0', '--bind', '127.0.0.1:0', '--bind', f'unix:{path}'
-    bound += '--logger-class', 'gunicorn.glogging.Logger'
-    with Server(tmp_path, *bound) as server, ExitStack() as opened:
+    with Server(tmp_path, *bound, *own.split()) as server, ExitStack() as opened:
         ports = re.findall(r'http://127.0.0.1:(\d+)', server.log)[:2]
         clients = [opened.enter_context(RawClient(int(port))) for port in ports]
         clients += [opened.enter_context(client_at(path))]
