@@ -84,8 +84,7 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         for path in {cfg.errorlog, cfg.accesslog} - {None, '-'}:
             check_is_writable(path)  # before the handlers of now are removed
         super().setup(cfg)
-        # Of a lost line Python would show all arguments: those of the access log have
-        # the headers of a request, and so its token.
+        # Of a lost line Python would show the arguments, and so the token of a request.
         logging.raiseExceptions = False
         # Switches to save time: our lines show no thread, process name or source file.
         logging.logThreads = logging.logMultiprocessing = False
@@ -125,6 +124,8 @@ class PlantsLogger(Logger):  # type: ignore[misc]
             for handler in [each for log in loggers() for each in log.handlers]:
                 if isinstance(handler, logging.FileHandler):
                     check_is_writable(handler.baseFilename)  # before one is closed
+                    if self.cfg.uid != os.geteuid():  # the workers open it, too
+                        os.chown(handler.baseFilename, self.cfg.uid, -1)
             super().reopen_files()
         except (OSError, RuntimeError) as ex:
             self.error('the log files were not opened again: %s', ex)

@@ -149,13 +149,17 @@ def test_user_that_serves_owns_the_files():
         how = {'PLANTS_TOKENS': None, 'PLANTS_TOKENS_FILE': 'tokens'}
         assert Server(public, *user, **how).run() == 1
         how = {'conf': HOME, 'HOME': '/root', 'PLANTS_METRICS_TOKEN': token}
-        with Server(public, *user, **how) as server:
+        with Server(public, *user, '--error-logfile=server.log', **how) as server:
             for _ in range(2):
                 assert server.ask(request(body=fern())).status == 200
                 assert server.ask(metrics).status == 200
                 server.reload()
             assert server.log.count('HOME None') == 3
             assert (public / 'plants.jsonl').stat()[4:6] == nobody[2:4]  # uid, gid
+            (public / 'server.log').rename(public / 'moved.log')
+            server.signal(signal.SIGUSR1)
+            wait_until((public / 'server.log').exists)
+            wait_until(lambda: server.ask(metrics) and ' /metrics 200 ' in server.log)
 
 
 def test_port_is_served_on_all_addresses(tmp_path):
