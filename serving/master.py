@@ -83,9 +83,11 @@ class Master(Arbiter):  # type: ignore[misc]
 
     def _guard(self, call: Callable[..., object], what: str, *args: object) -> None:
         """Call; a fork, or a hook of the operator, that fails ends no other worker."""
+        os.umask(umask := os.umask(0o77))  # which a file that fails leaves changed
         try:
             call(self, *args)
         except Exception as ex:
+            os.umask(umask)
             log.error('%s: %s', what, ex)
             if os.getpid() != self.pid:  # a fork: it would be a second master
                 os._exit(1)
@@ -109,8 +111,7 @@ class Master(Arbiter):  # type: ignore[misc]
     def reload(self) -> None:
         """Make all that is new, then assign it: a failure leaves what there was.
 
-        gunicorn's reload cannot be refused, and hears no signal until all old workers
-        have ended.
+        gunicorn's cannot be refused, and hears no signal until all old workers ended.
         """
         old, environ, printed = self.cfg, os.environ.copy(), io.StringIO()
         try:

@@ -13,20 +13,19 @@ from server import Server, time_limits, wait_until
 from test_reload import refusal
 from test_workers import stop
 
-# A fork, or what a new worker does first, fails as long as there is a file; the worker
-# after the seconds that are in it.
+# A heartbeat and a fork, or what a new worker does first, fail as long as there is a
+# file; the worker after the seconds that are in it.
 FAILING = """
-import time
-fork = os.fork
+import tempfile, time
+fork, mkstemp = os.fork, tempfile.mkstemp
 def check(name):
     if os.path.exists(name):
         time.sleep(float(open(name).read() or 0))
         raise BlockingIOError('no room')
-def failing_fork():
-    check('no fork')
-    return fork()
-os.fork = failing_fork
+os.fork = lambda: check('no fork') or fork()
+tempfile.mkstemp = lambda **how: check('no fork') or mkstemp(**how)
 def post_fork(server, worker):
+    print('umask', os.umask(0o77), flush=True)
     check('no boot')
 """
 
@@ -62,6 +61,7 @@ def test_workers_go_on_where_none_can_start(tmp_path, name):
         server.reload()
         wait_until(lambda: 'reloaded:' in server.log)
         assert server.ask(request(body=fern())).status == 200
+        assert 'umask 0\n' not in server.log
 
 
 def test_hook_that_fails_ends_no_worker(tmp_path):
