@@ -92,6 +92,7 @@ class Master(Arbiter):  # type: ignore[misc]
             if os.getpid() != self.pid:  # a fork: it would be a second master
                 os._exit(1)
 
+    maybe_promote_master = partialmethod(_guard, Arbiter.maybe_promote_master, '-p')
     reap_workers = partialmethod(_guard, Arbiter.reap_workers, 'child_exit')
     reexec = partialmethod(_guard, Arbiter.reexec, 'SIGUSR2: no new server')
     spawn_worker = partialmethod(_guard, Arbiter.spawn_worker, 'a worker cannot start')

@@ -195,18 +195,22 @@ def test_closed_terminal_ends_the_service(tmp_path, is_ignored):
         os.waitpid(pid, 0)
 
 
-def test_reload_in_an_upgrade(tmp_path):
+@pytest.mark.parametrize('directory', ['.', 'removed'])
+def test_reload_in_an_upgrade(tmp_path, directory):
     """The new server reloads while the old one has the pid file, and then takes it."""
-    path = tmp_path / 'pid.2'
-    with Server(tmp_path, '-p', 'pid') as server:
+    path = tmp_path / directory / 'pid.2'
+    path.parent.mkdir(exist_ok=True)
+    with Server(tmp_path, '-p', f'{directory}/pid') as server:
         with Load(server) as load:
             server.signal(signal.SIGUSR2)
             wait_until(lambda: server.log.count('Booting worker') == 2)
             os.kill(int(path.read_text()), signal.SIGHUP)
             wait_until(lambda: server.log.count('Booting worker') == 3)
+            if directory == 'removed':
+                path.parent.rename(tmp_path / 'moved')
             server.signal(signal.SIGTERM)
             assert server.wait() == 0
-            wait_until(lambda: not path.exists(), 'it has the pid file')
+            wait_until(lambda: 'been promoted' in server.log and not path.exists())
             load.wait_for_all()
         assert not load.failed
         assert len(server.plants()) == len(load.added)
