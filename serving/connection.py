@@ -1,7 +1,6 @@
 """A client's connection: its greenlet reads requests and has them answered.
 
-Sockets are gevent's; gunicorn is not needed here. No wait has a timer of its own: a few
-times a second somebody calls ``Server.end_waits``.
+Sockets are gevent's, and nothing is gunicorn's. ``Server.end_waits`` is the only timer.
 """
 
 import socket
