@@ -28,6 +28,7 @@ list() {
 }
 
 mkdir -p "$directory"
+directory=$(CDPATH='' cd "$directory" && pwd -P) # as find prints it: no link, no end /
 newest=$(list | tail -n 1)
 newest=${newest:-/dev/null}
 

@@ -114,27 +114,27 @@ def backups(tmp_path):
     return tmp_path / 'backups'
 
 
-def run(backups, keep='14', program=None, **options):
+def run(backups, keep='14', program=None, end='', **options):
     """Run the command of the unit, or of another name; return the exit code."""
-    unit = BACKUP.replace('/var/lib/plants-backup', str(backups))
+    unit = BACKUP.replace('/var/lib/plants-backup', f'{backups}{end}')
     unit = re.sub('/opt/plants|/var/lib/plants', str(backups.parent), unit)
-    [command] = re.findall('^ExecStart=(.*) 14$', unit, re.MULTILINE)
-    variables = re.findall('^Environment=(.*)$', unit, re.MULTILINE)
-    environment = {'PATH': os.defpath, **dict(it.split('=', 1) for it in variables)}
-    command = [*shlex.split(command), keep]
-    command[0] = program or command[0]
-    done = finished(command, env=environment, stderr=subprocess.STDOUT, **options)
+    [[own, arguments]] = re.findall('(?m)^ExecStart=(.*?) (.*) 14$', unit)
+    given = dict(re.findall('(?m)^Environment=(.*?)=(.*)$', unit), PATH=os.defpath)
+    command = [program or own, *shlex.split(arguments), keep]
+    done = finished(command, env=given, stderr=subprocess.STDOUT, **options)
     assert done.stdout, 'it says what it did, or why not'
     return done.returncode
 
 
-def test_newest_backups_are_kept(backups):
+@pytest.mark.parametrize('end', ['', '/', '-link'])
+def test_newest_backups_are_kept(backups, end):
     """The oldest are removed, never the new one, nor files of others; also by link."""
+    (backups.parent / 'backups-link').symlink_to('backups')
     newer = OLD.replace('2026', '2097')  # the clock was ahead
     others = {'plants-20250101T000000Z.jsonl.gz', 'plants-export.jsonl'}
     for name in newer, *others:
         (backups / name).touch()
-    assert run(backups, keep='2', program=backups.parent / 'link') == 0
+    assert run(backups, '2', backups.parent / 'link', end) == 0
     new = backups / 'plants-20970101T000001Z.jsonl'
     assert {path.name for path in backups.iterdir()} == {newer, new.name, *others}
     assert new.read_bytes() == b''.join(LINES)
