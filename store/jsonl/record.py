@@ -58,7 +58,7 @@ def encode(plant: Plant) -> bytes:
     """Return the record of a plant, or raise ``StoreError`` if it would be too long."""
     texts = zip(_HEADS, plant[1:])
     rest = [head + _quote(text) for head, text in texts if text is not None]
-    line = f'{{"id":{plant.id}{"".join(rest)}}}\n'.encode()
+    line = f'{{"id":{int(plant.id)}{"".join(rest)}}}\n'.encode()
     if len(line) > LONGEST + 1:
         raise StoreError(f'the plant with id {plant.id}: as a line {TOO_LONG}')
     return line

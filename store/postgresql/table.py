@@ -135,7 +135,7 @@ class Table:
         """Return the stored plants with these ids, once they are safe."""
         # What no standby has confirmed is visible; the commit of a lock waits for it.
         # One row each, since a distributed engine can lock no more with one statement.
-        ids = [str(plant.id) for plant in plants]
+        ids = [str(int(plant.id)) for plant in plants]
         rows = self.transact('; '.join([LOCK] * len(plants)), *ids)
         if len(rows) < len(plants):  # one of them was deleted, or is not visible yet
             raise self._target.unavailable('40', 'the conflicting row is not visible')

@@ -17,6 +17,7 @@ import random
 import sys
 import threading
 from contextlib import nullcontext, suppress
+from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
 EDGES = [0, *(sign * 2**bits for bits in (3, 31, 32, 53, 63) for sign in (1, -1))]
 NEAR = sorted({edge + near for edge in EDGES for near in (-1, 0, 1)})
 IDS = [id for id in NEAR if -(2**63) <= id < 2**63]
+IDS += [Enum('Id', {'ROSE': 5}, type=int).ROSE]  # an int, but not as text
 
 # Texts that a file, a database or a program may take for something else.
 HOSTILE = [
@@ -249,11 +251,10 @@ class StoreContract:
         """5. Iteration yields every plant that was added before it began, each once."""
         before = [Plant(id, 'Fern') for id in range(50)]
         assert all(map(store.add, before))
-        begun = [(next(iterator), iterator) for iterator in (iter(store), iter(store))]
+        begun = [itertools.chain([next(it)], it) for it in (iter(store), iter(store))]
         for id in range(50, 100):
             store.add(Plant(id, 'Moss'))
-        for first, others in begun:
-            plants = [first, *others]
+        for plants in map(list, begun):
             assert len(plants) == len(set(plants))
             assert set(plants) >= set(before)
 
