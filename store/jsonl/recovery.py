@@ -131,6 +131,9 @@ def blank(
 
     REQUIRES: the lock.
     """
+    for _, end in spans:  # or each attempt on a disk that fails would leave a copy
+        disk.write(fd, os.pread(fd, 1, end - 1), end - 1)
+    sync()
     side = disk.copy_aside(path, fd, spans, kind)
     size = min(disk.CHUNK, max(end - start for start, end in spans))
     # In several lines, or a reader would take it for one that is too long.
@@ -157,8 +160,7 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends."""
-    status = partial(os.fstat, fd)
-    return disk.locked(path, fd, status, operation=fcntl.LOCK_SH).st_size
+    return disk.locked(path, fd, partial(os.fstat, fd), operation=fcntl.LOCK_SH).st_size
 
 
 def settled_lines(path: Path, fd: int) -> Iterator[Line]:

@@ -86,9 +86,7 @@ def test_store_refuses_after_a_failed_sync(path, disk, store, is_full, end):
     other = JSONLinesStore(path)
     other.ping()
     append(path, end)
-    effects = {'fdatasync': failing(errno.EIO)}
-    if is_full:
-        effects['pwrite'] = full(5)
+    effects = {'fdatasync': failing(errno.EIO), 'pwrite' * is_full: full(5)}
     disk.before = lambda name, *_: effects[name]() if name in effects else None
     assert_raise(StoreUnavailable, partial(store.add, MOSS))
     disk.resume()
@@ -157,12 +155,10 @@ def test_sync_on_macos_reaches_the_platter(path, disk, store, monkeypatch, error
 
     monkeypatch.setattr(fcntl, 'F_FULLFSYNC', 51, raising=False)
     monkeypatch.setattr(fcntl, 'fcntl', full_sync)
-    begun, syncs = disk.now, ['F_FULLFSYNC', 'fsync']
-    if error in (0, errno.EIO):
-        syncs.pop()
+    begun, syncs = disk.now, ['fsync'] * (error not in (0, errno.EIO))
     with pytest.raises(StoreUnavailable) if error == errno.EIO else nullcontext():
         store.add(MOSS)
-    assert disk.calls_since(begun) == ['pwrite', *syncs]
+    assert disk.calls_since(begun) == ['pwrite', 'F_FULLFSYNC', *syncs]
 
 
 def test_plant_that_could_not_be_compared_is_not_known(path, disk, store):

@@ -124,7 +124,7 @@ def test_foreign_end_is_damage(path, running, foreign, more):
     assert not take_side_files(path)
 
 
-def test_lost_block_before_records_is_blanked(path):
+def test_lost_block_before_records_is_blanked(path, disk):
     """When a store opens: the records after it are kept, its line in a side file."""
     batch = lost_block(512, 2048) + lines(Plant(50, '榕' * 2**20))
     split = batch.splitlines(keepends=True)
@@ -136,6 +136,11 @@ def test_lost_block_before_records_is_blanked(path):
         assert_raise(StoreCorrupt, *uses)
     assert path.read_bytes() == TWO + batch
     assert len(verify(path).damaged) == line.count(b'\n')
+    disk.fdatasync = lambda fd: os.fdatasync(-1)  # it fails
+    with JSONLinesStore(path) as store:
+        assert_raise(StoreUnavailable, *[partial(store.add, OAK)] * 3)
+    assert not take_side_files(path)
+    del disk.fdatasync
     assert_stored(path, [*PLANTS[:2], *sound], free=[100])
     assert take_side_files(path) == [line]
     assert path.read_bytes().startswith(TWO + batch[: batch.index(line)])
@@ -242,8 +247,7 @@ def test_check_beside_a_server_confirms_damage(path):
                     store.add_many(BATCH)
             yield line
 
-    assert verify(path, progress=progress) == Verified(2 + len(BATCH))
-    assert verify(path) == Verified(2 + len(BATCH))
+    assert verify(path, progress=progress) == verify(path) == Verified(2 + len(BATCH))
 
 
 @pytest.mark.parametrize('text', [b'hello\n', b'[\n' + lines(OAK) + b']\n'], ids=len)
