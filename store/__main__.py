@@ -116,10 +116,9 @@ def _copy(source: PlantStore, url: str) -> int:
                 for plant, outcome in zip(batch, _add(target, batch), strict=True):
                     kind = 'copied' if outcome else 'already there'
                     if isinstance(outcome, StoreError):
-                        kind, why = 'conflicting', ''
-                        if isinstance(outcome, StoreUnavailable):
-                            kind, why = 'refused', f' {outcome.reason}'
-                        write(f'{kind}: {_line(plant)}{why}')
+                        why = getattr(outcome, 'reason', '')  # a taken id has none
+                        kind = 'refused' if why else 'conflicting'
+                        write(f'{kind}: {_line(plant)} {why}'.rstrip())
                     counts[kind] += 1
         finally:
             parts.close()
@@ -151,7 +150,8 @@ def _progress() -> Progress:
 
 def _line(plant: Plant) -> str:
     """Return the record of a plant, escaped: control characters command a terminal."""
-    return escaped(record.encode(plant).decode()[:-1])
+    line = record.encode(plant).decode()[:-1]  # six times that must be one
+    return escaped(line) if len(line) <= record.LONGEST // 6 else line
 
 
 if __name__ == '__main__':  # pragma: no cover

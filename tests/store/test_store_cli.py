@@ -30,8 +30,8 @@ LINES += [b'{"id":3,"name":"Ivy","tag":null}\n', b'{"id":3,"name":"Efeu \xe9"}\n
 
 
 def test_list_prints_records(path, run):
-    """Every id has its 64 bits, a line by hand becomes one of ours."""
-    plants = [Plant(id, 'Efeu ☘', 'shade') for id in IDS]
+    """Every id has its 64 bits, a line by hand becomes ours, a long one stays one."""
+    plants = [*(Plant(id, 'Efeu ☘') for id in IDS), Plant(4, '\x7f' * 2**21, 'shade')]
     path.write_bytes(records(*plants) + b'\n' + b' ' + FERN)
     assert run('list', path) == (0, records(*plants) + FERN, [])
     assert [*files(path)] == [path.name]
