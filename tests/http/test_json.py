@@ -157,14 +157,14 @@ BROKEN = [
     *[('Plant', {'pattern': '('}, '"("'), ('Error', {'pattern': '('}, '"("')],
     ('Plant', {'pattern': r'\Z'}, r'\Z'),  # of Python, and not of JSON Schema
     ('Plant', {'pattern': 'a{1000000}'}, 'a{1000000}'),
-    ('Plant', {'$ref': 'Plont.json'}, 'Plont.json'),
+    *[(name, {'$ref': 'Plont.json'}, 'Plont.json') for name in ('Plant', 'NewPlant')],
     ('Plant', {'$ref': 'https://example.org/name.json'}, 'does not fetch'),
 ]
 
 
 @pytest.mark.parametrize(('file', 'made', 'words'), BROKEN, ids=str)
 def test_broken_schema_stops_the_start(file, made, words, edit_schema, serve, store):
-    """An invalid schema is found at the start; one sentence names its file."""
+    """An invalid schema is found at the start; one sentence says where."""
     path = body_module.DIRECTORY / f'{file}.json'
     if isinstance(made, dict):
         edit_schema(file, lambda schema: schema['properties'].update(size=made))
@@ -172,7 +172,7 @@ def test_broken_schema_stops_the_start(file, made, words, edit_schema, serve, st
         path.unlink()
     if isinstance(made, bytes):
         path.write_bytes(made)
-    with pytest.raises(ValueError, match=rf'{file}\.json: ') as raised:
+    with pytest.raises(ValueError, match=rf'({file}\.json|schemas): ') as raised:
         serve(store)
     assert str(raised.value).isprintable()
     assert words in str(raised.value)
