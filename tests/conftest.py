@@ -50,9 +50,9 @@ def store():
 @pytest.fixture
 def edit_schema(tmp_path, monkeypatch):
     """Return a function that changes the schema of a name, in a copy of the files."""
-    directory = tmp_path / 'schemas'
-    shutil.copytree(body.DIRECTORY, directory)
+    directory = shutil.copytree(body.DIRECTORY, tmp_path / 'schemas')
     (directory / '.#Plant.json').symlink_to('nowhere')  # as while Emacs edits it
+    shutil.copy(directory / 'Plant.json', directory / 'Plant.old.json')  # a backup
     monkeypatch.setattr(body, 'DIRECTORY', directory)
 
     def edit_schema(name, change):

@@ -64,6 +64,8 @@ class PlantReader:
                 # Without its patterns, which the engine that runs them must know.
                 Draft202012Validator.check_schema(schema, FormatChecker(()))
                 schema.pop('$schema', None)  # else a reference might follow another
+                if DIRECTORY / schema.get('$id', '') in paths:
+                    schema['$id'] = path.name  # a copy has that of its original
             path = DIRECTORY  # a reference of any of them may lead nowhere
             registry = jsonschema_rs.Registry(list(self.files.items()))
             # Each is checked alone, and Plant.json before the file that includes it.
