@@ -60,7 +60,8 @@ class PlantReader:
         rules = {}
         try:
             for path in paths:
-                self.files[path.name] = schema = {**json.loads(path.read_bytes())}
+                schema = json.loads(path.read_bytes(), object_pairs_hook=_object)
+                self.files[path.name] = schema = {**schema}
                 # Without its patterns, which the engine that runs them must know.
                 Draft202012Validator.check_schema(schema, FormatChecker(()))
                 schema.pop('$schema', None)  # else a reference might follow another
