@@ -28,11 +28,11 @@ READ_WITHIN = 60  # for a page of plants
 SETTINGS = """SET {0} ISOLATION LEVEL READ COMMITTED;
 SET {1} client_min_messages TO warning; SET {1} synchronous_commit TO {2};
 SET {1} statement_timeout TO '{3}s'; SET {1} lock_timeout TO '{4}s'; """
-# Whether a pooler shares the session, and what may lose plants that were acknowledged.
+# Whether a pooler shares the session, and what may lose plants or lack the latest.
 STATE = """SELECT pg_backend_pid(), current_setting('synchronous_commit'),
 (SELECT string_agg(it, ', ') FROM pg_settings, concat(name, ' = ', setting) AS it
 WHERE it IN ('fsync = off', 'full_page_writes = off', 'data_sync_retry = on',
-'zero_damaged_pages = on', 'ignore_checksum_failure = on'))"""
+'zero_damaged_pages = on', 'ignore_checksum_failure = on', 'in_hot_standby = on'))"""
 
 
 class Connection:
@@ -75,8 +75,8 @@ class Connection:
             self.execute(settings.format(*kinds, safe, *limits))
         else:
             self._begin = settings.format('TRANSACTION', 'LOCAL', safe, *limits)
-        if unsafe and not to_read:
-            log.warning('%s: it may lose plants: %s', self._target.shown, unsafe)
+        if unsafe:
+            log.warning('%s may lose or lack plants: %s', self._target.shown, unsafe)
 
     def execute(self, statements: str, *values: str) -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them."""

@@ -187,14 +187,14 @@ def standby(database):
 
 @pytest.mark.parametrize('is_silent', [False, True], ids=['killed', 'silent'])
 def test_failover_loses_no_acknowledged_plant(
-    short_limits, database, url, proxy, standby, is_silent
+    short_limits, database, url, proxy, standby, is_silent, caplog
 ):
-    """A standby is only read; after a promotion the store adds to it, by itself."""
+    """A standby is only read, with a warning; once promoted the store adds to it."""
     copy = standby.own(url)
     hosts = proxy.url(url).replace('@', f'@127.0.0.1:{standby.port},')
     with open_store(hosts) as store, load(standby, copy, store):
         with open_store(copy, create=False) as other:
-            wait_until(lambda: len(list(other)) > 8, 'the standby is read')
+            wait_until(lambda: len(list(other)) > 8 and 'in_hot_standby' in caplog.text)
             assert_refused('the database is read-only', other.ping)
         if is_silent:  # as a machine without power
             proxy.stop()
