@@ -121,9 +121,8 @@ class PlantReader:
 
 
 def _read_body(req: falcon.Request, limit: int) -> bytearray:
-    # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored. Then the
-    # server must mark the end of the body in the input.
     chunked = 'HTTP_TRANSFER_ENCODING' in req.env
+    # RFC 9112, section 6.3: then Content-Length is ignored; the server marks the end.
     length = 0 if chunked else req.content_length or 0
     if not (req.env.get('wsgi.input_terminated') if chunked else length):
         raise Fault(ErrorValue.BODY_MISSING, 'the body is empty, or has no length')
