@@ -103,6 +103,8 @@ def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterato
             yield f'{name}: it is not a number: unset it'
     if cfg.loglevel.lower() not in PlantsLogger.LOG_LEVELS:  # gunicorn would take info
         yield f'loglevel: one of {", ".join(PlantsLogger.LOG_LEVELS)}'
+    if cfg.logconfig_json and not os.path.exists(cfg.logconfig_json):
+        yield 'logconfig_json: there is no such file'  # gunicorn would say nothing
     if min(cfg.workers, cfg.worker_connections) < 1:
         yield 'workers, worker_connections: 1 at least'
     if settings.store == 'memory:' and cfg.workers > 1:

@@ -51,7 +51,7 @@ SOCKETS = ['LISTEN_FDS', 'LISTEN_PID']
 REFUSED = {
     'ours': (WRONG, ['PLANTS_LOG', 'PLANTS_MAX_BODY', 'PLANTS_STORE'], 1),
     'of gunicorn': ({OPTIONS: f'-w 0 {IDLE}'}, ['workers', *NAMES], 1),
-    'level': ({OPTIONS: '--log-level warn'}, ['loglevel'], 1),
+    'log': ({OPTIONS: '--log-level x --log-config-json x'}, ['loglevel', 'logcon'], 1),
     'sockets of systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, SOCKETS, 1),
     'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile'], 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
@@ -75,8 +75,7 @@ def test_refused_start_leaves_nothing(service, tmp_path, variables, words, code)
             said = [word for word in words if word in server.log]
             assert said == words[: expected * len(words)]
             assert not re.search(f'Traceback|{SECRET}', server.log)
-            # But for the bytecode of the configuration.
-            left = {path.name for path in tmp_path.iterdir()} - {'__pycache__'}
+            left = {it.name for it in tmp_path.iterdir()} - {'__pycache__'}  # bytecode
             assert left == {'server.log', 'damaged', 'more.conf.py', 'taken'}
             assert (tmp_path / 'damaged').read_bytes() == DAMAGED
 
@@ -97,12 +96,10 @@ def test_memory_store_keeps_one_worker(tmp_path):
 
 
 # A plant file that takes long to read.
-SLOW = ['import time', 'from store.jsonl import JSONLinesStore']
-SLOW += ['def load(self, *, wait=True):', '    print("loading", flush=True)']
-SLOW += ['    while True: time.sleep(0.01)', 'JSONLinesStore.load = load']
-# In short pieces: a signal just before a long call would be seen after it.
-FORKED = ['import time', 'def post_fork(server, worker):']
-FORKED += ['    while True: time.sleep(0.01)']
+LOOP = '    while True: time.sleep(0.01)'  # a long sleep may begin after the signal
+SLOW = ['import time', 'from store.jsonl import JSONLinesStore', 'def load(self):']
+SLOW += ['    print("loading", flush=True)', LOOP, 'JSONLinesStore.load = load']
+FORKED = ['import time', 'def post_fork(server, worker):', LOOP]
 UNSHARE = ['--pid', '--fork', '--kill-child', '--mount-proc']
 MOMENTS = {
     'reading': (SLOW, UNSHARE, signal.SIGTERM),
