@@ -23,7 +23,7 @@ store() {
 # Only what this script has made: other files in the directory stay.
 digits='[0-9][0-9][0-9][0-9]'
 list() {
-    find -H "$directory" -maxdepth 1 -type f \
+    find "$directory" -maxdepth 1 -type f \
         -name "plants-$digits${digits}T$digits[0-9][0-9]Z.jsonl" | LC_ALL=C sort
 }
 
@@ -32,6 +32,8 @@ directory=$(CDPATH='' cd "$directory" && pwd -P) # as find prints it: no link, n
 newest=$(list | tail -n 1)
 newest=${newest:-/dev/null}
 
+# What a backup has left that was killed, or whose machine ended.
+find "$directory" -maxdepth 1 -type f -name 'unfinished.??????' -mtime +1 -exec rm {} +
 copy=$(mktemp "$directory/unfinished.XXXXXX")
 trap 'rm -f "$copy"' EXIT
 trap 'exit 1' HUP INT TERM

@@ -102,14 +102,13 @@ OLD = 'plants-20260101T000000Z.jsonl'
 
 @pytest.fixture
 def backups(tmp_path):
-    """The directory of the backups, on another disk, in which there is an old one."""
+    """The directory of the backups, in which there is an old one."""
     (tmp_path / 'store').symlink_to(REPOSITORY / 'store')
     shutil.copytree(REPOSITORY / 'deploy', tmp_path / 'deploy')
     (tmp_path / 'link').symlink_to('deploy/backup.sh')
     (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
     (tmp_path / 'plants.jsonl').write_bytes(b''.join(LINES))
-    (tmp_path / 'disk').mkdir()
-    (tmp_path / 'backups').symlink_to('disk')
+    (tmp_path / 'backups').mkdir()
     (tmp_path / 'backups' / OLD).write_bytes(b''.join(LINES[:50]))
     return tmp_path / 'backups'
 
@@ -132,8 +131,9 @@ def test_newest_backups_are_kept(backups, end):
     (backups.parent / 'backups-link').symlink_to('backups')
     newer = OLD.replace('2026', '2097')  # the clock was ahead
     others = {'plants-20250101T000000Z.jsonl.gz', 'plants-export.jsonl'}
-    for name in newer, *others:
+    for name in newer, 'unfinished.AAAAAA', *others:
         (backups / name).touch()
+        os.utime(backups / name, (0, 0))
     assert run(backups, '2', backups.parent / 'link', end) == 0
     new = backups / 'plants-20970101T000001Z.jsonl'
     assert {path.name for path in backups.iterdir()} == {newer, new.name, *others}
