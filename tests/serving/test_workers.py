@@ -13,7 +13,7 @@ from exchange import Load, ask_in_step, assert_error, assert_quick, fern
 from machine import client_at, locked, only_worker, open_files, paused
 from rawclient import RawClient, request
 from server import Server, is_alive, time_limits
-from waiting import PATIENCE, wait_until
+from waiting import PATIENCE, in_threads, wait_until
 
 PROBE = request('GET', '/livez')
 LARGE = request('GET', exchange.LARGE_FILE)
@@ -57,6 +57,8 @@ def test_several_sockets_are_served(tmp_path, own):
         clients += [opened.enter_context(client_at(path))]
         for client in clients:
             assert ask_in_step(client, request(body=fern())).status == 200
+        in_threads(*40 * [lambda: server.ask(request(body=fern()))])
+        assert len(server.plants()) == 43
 
 
 def test_application_that_fails_ends_only_its_connection(tmp_path):
