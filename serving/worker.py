@@ -133,12 +133,11 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 sock, at = listener.accept()
             except BlockingIOError:
                 socket.wait_read(listener.fileno())
-                continue
             except OSError:  # no descriptor is left
                 gevent.sleep(TICK)
-                continue
-            host = at[0] if isinstance(at, tuple) else ''
-            Connection(self.server, sock, environ | {'REMOTE_ADDR': host})
+            else:
+                host = at[0] if isinstance(at, tuple) else ''
+                Connection(self.server, sock, environ | {'REMOTE_ADDR': host})
 
     def _is_next(self) -> bool:
         """Tell the other workers of this one; return whether it accepts the next."""

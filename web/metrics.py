@@ -67,7 +67,6 @@ class Metrics(ReadOnlyResource):
         self._add(seconds, 'plants_store_sync_seconds')
 
     def _add(self, amount: float, name: str, *labels: object) -> None:
-        _, bounds, _ = _HISTOGRAMS[name]
         place = self.number, name, *labels
         with self._locks[forks.generation]:
             if not (row := self._rows.get(place)):
@@ -76,7 +75,7 @@ class Metrics(ReadOnlyResource):
                 row = next((row for row in table if row.key in (key, b'')), _Row())
                 row.key, self._rows[place] = key, row
             row.numbers[0] += amount
-            row.numbers[1 + bisect_left(bounds, amount)] += 1
+            row.numbers[1 + bisect_left(_HISTOGRAMS[name][1], amount)] += 1
 
     def collect(self) -> Iterator[core.Metric]:
         """Yield the sums over all processes, and what is looked up now."""
@@ -90,8 +89,7 @@ class Metrics(ReadOnlyResource):
             limits = [*map(str, bounds), '+Inf']
             for key in [key for key in sums if key[0] == name] if labels else [(name,)]:
                 total, *counts = sums[key]
-                buckets = [*zip(limits, accumulate(counts))]
-                family.add_metric(key[1:], buckets, total)
+                family.add_metric(key[1:], [*zip(limits, accumulate(counts))], total)
             yield family
         failures = 'plants_token_reload_failures', 'Changes that broke a tokens file.'
         yield core.CounterMetricFamily(*failures, self._tokens.failures[0])
