@@ -134,7 +134,11 @@ class Connection:
 
     def _linger(self) -> None:
         """Let the client take its answer, which unread bytes would reset."""
-        self.sock.shutdown(socket.SHUT_WR)  # RFC 9112, section 9.6; also ends TLS
+        if self._server.tls:  # RFC 9112, section 9.8: say so, and wait for no reply
+            gevent.socket.wait_write(self.sock.fileno())
+            with suppress(OSError), gevent.Timeout(0, False):
+                self.sock.unwrap()
+        self.sock.shutdown(socket.SHUT_WR)  # section 9.6; what comes is not decrypted
         last = time.monotonic() + REQUEST_TIMEOUT
         self.limit(LINGER)
         while self.sock.recv(RECEIVE) and self.heard < last:

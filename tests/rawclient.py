@@ -55,6 +55,7 @@ class RawClient:
             over = socket.create_connection(('127.0.0.1', port), PATIENCE, bound)
             if trust:
                 over = trust.wrap_socket(over, server_hostname='localhost')
+                over.suppress_ragged_eofs = False  # the end of TLS comes first
         self._socket = over
         self._stream = self._socket.makefile('rb')
 
