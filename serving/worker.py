@@ -116,7 +116,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         """Accept the connections of a listening socket; a greenlet."""
         name = listener.getsockname()
         host, port = name[:2] if isinstance(name, tuple) else ('localhost', '')
-        mount = os.environ.get('SCRIPT_NAME', '').strip('/')
+        mount = os.environb.get(b'SCRIPT_NAME', b'').decode('latin-1').strip('/')
         environ: dict[str, Any] = base_environ(self.cfg) | {
             **dict.fromkeys(UNREADABLE, '-'),
             'SCRIPT_NAME': mount and f'/{mount}',
