@@ -31,9 +31,8 @@ FILES |= {'sslrootcert': 'root.crt', 'sslcrl': 'root.crl'}
 # language: "FATAL:" and two blanks.
 SAID = {'25006': 'session is read-only', 'refused': ':  |SSL|password'}
 
-# SQLSTATE or its class (the longer one counts) or our word; what is tried again (each
-# plant alone, also after a rule; the batch; the statement over a new connection); the
-# reason.
+# SQLSTATE or its class (the longer counts) or our word; what is tried again (each plant
+# alone, also after a rule; the batch; the statement over a new connection); the reason.
 TABLE = """
 08,57           -       there is no connection to the database
 0A              connect the table plants is not as the store needs it

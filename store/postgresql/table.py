@@ -48,6 +48,7 @@ INSERT = f"""INSERT INTO {{0}} ({COLUMNS})
 SELECT (it->>0)::bigint, {VALUES} FROM json_array_elements(%s::json) AS it
 ON CONFLICT (id) DO NOTHING RETURNING {COLUMNS}"""
 READ = f'SELECT {COLUMNS} FROM {{0}}'
+WHICH = 'SELECT $it${0}$it$::regclass::oid'  # a restore makes it anew, empty at first
 ONE = f'{READ} WHERE id = %s::bigint'
 LOCK = f'{ONE} FOR KEY SHARE'
 PROBE = f"""BEGIN; {LOCK}; SAVEPOINT probe; {INSERT}; SET CONSTRAINTS ALL IMMEDIATE;
@@ -143,6 +144,7 @@ class Table:
 
     def read(self) -> Iterator[Plant]:
         """Yield all plants, in pages: a slow reader holds no transaction open."""
+        which = self.transact(WHICH)
         page: tuple[str, ...] = (f'{READ} {PAGE}',)
         while rows := self.transact(*page):
             for row in rows:
@@ -153,6 +155,8 @@ class Table:
                     raise self._target.unavailable('table', detail) from None
                 yield plant
             page = f'{READ} WHERE id > %s::bigint {PAGE}', str(rows[-1][0])
+        if self.transact(WHICH) != which:
+            raise self._target.unavailable('table', 'it was made anew meanwhile')
 
     def probe(self) -> None:
         """Do what an add does, with a row that is rolled back before the commit.

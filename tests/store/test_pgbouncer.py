@@ -50,8 +50,7 @@ def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
     seen = database.execute('SELECT DISTINCT seen FROM plants', url=url)
     assert seen == [(['on', f'{1000 * LOCK_WITHIN:.0f}ms', 'read committed'],)]
     with psycopg.connect(url, autocommit=True) as other:
-        left = other.execute('SHOW lock_timeout').fetchone()
-        assert left == (WRONG['lock_timeout'],)
+        assert other.execute('SHOW lock_timeout').fetchone() == (WRONG['lock_timeout'],)
 
 
 def test_few_sessions_are_enough(database):

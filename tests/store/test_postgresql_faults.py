@@ -360,5 +360,5 @@ def test_reader_that_stops_leaves_no_session(database, url, store, monkeypatch):
     wait_until(lambda: database.sessions() == before)
     assert sorted(store) == MANY
     next(other)
-    database.execute('DROP TABLE plants', url=url)
+    database.execute(f'DROP TABLE plants; {postgresql.table.CREATE}', url=url)
     assert_refused(None, partial(list, other))
