@@ -40,7 +40,7 @@ TABLE = """
 25006           connect the database is read-only
 28,refused      -       the database refuses the connection
 40              batch   the database is busy with other changes of the same plants
-42,55           each    the table plants is not as the store needs it
+23502,42,55     each    the table plants is not as the store needs it
 42501           each    the database does not permit it
 53              -       the database is out of room
 55P03           each    another session has locked the plant
