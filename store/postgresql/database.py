@@ -44,7 +44,7 @@ TABLE = """
 42501           each    the database does not permit it
 53              -       the database is out of room
 55P03           each    another session has locked the plant
-57014           -       the database did not answer in time
+25P04,57014     -       the database did not answer in time
 other           each    the database refuses it ({})
 altered         each    the table plants changes what is added
 files           -       a certificate or key for the database cannot be read

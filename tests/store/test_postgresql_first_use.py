@@ -330,6 +330,7 @@ SETTINGS = {  # which are given to a role, and which are used
     'default_transaction_isolation': ('serializable', 'read committed'),
     'lock_timeout': ('0', f'{1000 * connection.LOCK_WITHIN:.0f}ms'),
     'statement_timeout': ('100ms', f'{connection.STATEMENT_WITHIN}s'),
+    'transaction_timeout': ('400ms', '400ms'),  # of PostgreSQL 17
 }
 
 
@@ -343,6 +344,8 @@ def test_settings_of_the_role_are_corrected(database, made, role, levels):
     with open_store(url) as store:
         assert store.add(FERN._replace(tag='🌿')) is True
         assert list(store) == [FERN._replace(tag='🌿')]
+        database.execute(trigger('PERFORM pg_sleep(1)'), url=made)
+        assert_refused('the database did not answer in time', partial(store.add, MOSS))
     seen = database.execute('SELECT DISTINCT seen FROM plants', url=made)
     assert seen == [([used for _, used in settings.values()],)]
 
