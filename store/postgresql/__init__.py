@@ -27,7 +27,7 @@ PROBE_EVERY = 1  # second: the least time between two probes of a whole add
 
 
 class PostgreSQLStore(CommittedStore):
-    """Keep plants in the table ``plants``; as durable as a commit of the database."""
+    """Keep plants in a table; durable as a commit; arguments as of ``open_store``."""
 
     def __init__(
         self, url: str, *, create: bool = True, scheduler: Scheduler = THREADS
