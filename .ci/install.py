@@ -8,6 +8,7 @@ environment is made anew, unless one of the files is a stamp in it.
 import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
 from ast import literal_eval
@@ -29,13 +30,16 @@ OFFLINE = (
 
 def main(stamp: str, *files: str) -> None:
     """Install the first file, unless another process does, or has done it."""
-    # The lock is on a file that exists, because a checkout may be read-only.
-    with open('requirements.txt') as lock:
+    # The lock is on a file that exists, because a checkout may be read-only. NFS gives
+    # one that excludes others only for a file that is open for writing.
+    mode = 'r+' if os.access('requirements.txt', os.W_OK) else 'r'
+    how = fcntl.LOCK_EX if os.access('.', os.W_OK) else fcntl.LOCK_SH
+    with open('requirements.txt', mode) as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
         except BlockingIOError:
             print('Another make installs packages: waiting for it.')
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, how)
         if os.path.exists(stamp):
             made = os.path.getmtime(stamp)
             if all(os.path.getmtime(file) <= made for file in files):
@@ -48,17 +52,31 @@ def main(stamp: str, *files: str) -> None:
         if not (is_ours or (place and not os.path.exists(place))):
             sys.exit(f'{place or "."} is no environment: nothing is installed into it')
         print(f'Installing packages into {place}, once. It may take a minute or two.')
-        # This removes the packages of earlier versions and of other Pythons.
-        venv = [sys.executable, '-I', '-m', 'venv', '--clear', place]
-        is_new = all(os.path.dirname(file) != place for file in files)
-        if is_new and (code := subprocess.call(venv)):
-            sys.exit(code)
+        if all(os.path.dirname(file) != place for file in files):
+            empty(place)  # of packages of earlier versions and of other Pythons
+            if code := subprocess.call([sys.executable, '-I', '-m', 'venv', place]):
+                sys.exit(code)
         pip = [f'{place}/bin/python', '-I', '-m', 'pip', '--disable-pip-version-check']
         install = [*pip, 'install', '--quiet', '-r', files[0]]
         if subprocess.call(install, env=environment(pip)):
             sys.exit(OFFLINE % (files[0], name))
         with open(stamp, 'w'):
             pass
+
+
+def empty(place: str) -> None:
+    """Empty an environment, but for what says that it is one: a kill may come.
+
+    ``venv --clear`` removes that as well, perhaps seconds before it makes another.
+    """
+    os.makedirs(place, exist_ok=True)
+    with open(f'{place}/pyvenv.cfg', 'a'):
+        pass
+    for entry in [*os.scandir(place)]:
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry)
+        elif entry.name != 'pyvenv.cfg':
+            os.unlink(entry)
 
 
 def environment(pip: list[str]) -> dict[str, str]:

@@ -37,15 +37,10 @@ def variables(directory):
     return ours | {'PATH': f'{SCRIPTS}:{os.defpath}'}
 
 
-def test_image_has_what_runs(tmp_path):
-    """All files of the service are copied, and its port is told."""
+def test_composition_needs_its_secrets_and_serves(checkout):
+    """No secret, no start; nginx and the health check find what the image copies."""
     copied = {name for item in instructions('COPY') for name in item.split()[:-1]}
     assert copied == {*ROOMS, 'requirements.txt', 'constraints.txt'}
-    assert variables(tmp_path)['PORT'] == PORT
-
-
-def test_composition_needs_its_secrets_and_serves(checkout):
-    """Without a secret nothing starts; nginx and the health check find the service."""
     file = shutil.copy(REPOSITORY / 'deploy/compose.yaml', checkout)
     secrets = re.findall(r'\$\{(\w+):\?', Path(file).read_text())  # needed, not empty
     assert {*secrets} == {'PLANTS_TOKENS', 'DATABASE_PASSWORD'}
@@ -53,14 +48,13 @@ def test_composition_needs_its_secrets_and_serves(checkout):
     command = [installed('docker-compose', 'docker-compose'), '--file', file, 'config']
     how = {'cwd': '/', 'env': {'PATH': os.environ['PATH']}}
     assert finished(command, **how).returncode
-    with (checkout / '.env').open('a') as secret:
-        secret.write(f'DATABASE_PASSWORD={"b" * 64}\n')
+    (checkout / '.env').write_text(f'PLANTS_TOKENS={TOKEN}\nDATABASE_PASSWORD=secret\n')
     services = yaml.safe_load(finished(command, **how).stdout)['services']
     ours, nginx = services['plants'], services['nginx']
     service, database = ours['environment'], services['database']['environment']
     assert service['PLANTS_TOKENS'] == TOKEN
     assert not service['PLANTS_METRICS_TOKEN'], 'off'
-    assert service['PGPASSWORD'] == database['POSTGRES_PASSWORD'] == 'b' * 64
+    assert service['PGPASSWORD'] == database['POSTGRES_PASSWORD'] == 'secret'
     url = 'postgresql://{POSTGRES_USER}@database/{POSTGRES_DB}'
     assert service['PLANTS_STORE'] == url.format(**database)
     assert '/run/plants/plants.sock /run/plants.sock' in nginx['command']
@@ -68,8 +62,9 @@ def test_composition_needs_its_secrets_and_serves(checkout):
     path = checkout / 'plants.sock'
     command = ours['command'].replace('/run/plants/plants.sock', str(path))
     command = shlex.split(command.replace(f':{PORT} ', ':0 '))
-    environment = variables(checkout / 'data') | {'PORT': None}
-    environment |= {'GUNICORN_CMD_ARGS': None, 'PLANTS_TOKENS': TOKEN}
+    environment = variables(checkout / 'data')
+    assert environment['PORT'] == PORT
+    environment |= {'GUNICORN_CMD_ARGS': None, 'PLANTS_TOKENS': TOKEN, 'PORT': None}
     probe = json.loads(PROBE.partition('CMD ')[2])
     with Server(checkout, command=command, **environment) as server:
         with client_at(path) as client:

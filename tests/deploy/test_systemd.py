@@ -17,6 +17,8 @@ from server import REPOSITORY, SCRIPTS, TOKEN, Server, finished, installed, wait
 from waiting import PATIENCE
 
 SERVICE = REPOSITORY / 'deploy/plants.service'
+# ``SystemCallFilter`` forbids these calls, also those that would change nothing.
+FILTER = 'import os; os.chown = os.setegid = os.seteuid = os.setgid = os.setuid = None'
 
 
 def test_units_are_sound_and_hardened(tmp_path):
@@ -35,14 +37,6 @@ def test_units_are_sound_and_hardened(tmp_path):
         assert done.returncode == 0, done.stdout
 
 
-# ``SystemCallFilter`` forbids these calls, also those that would change nothing.
-FILTER = """import os
-def refuse(*arguments):
-    raise PermissionError(1, 'Operation not permitted')
-os.chown = os.setegid = os.seteuid = os.setgid = os.setuid = refuse
-"""
-
-
 def test_reload_and_restart_refuse_no_client(tmp_path):
     """Clients wait; the main process of a reload stays. This stands in for systemd."""
     state, checkout = tmp_path / 'state', tmp_path / 'installed'
@@ -56,8 +50,7 @@ def test_reload_and_restart_refuse_no_client(tmp_path):
         directory.mkdir()
     copy_checkout(checkout)
     (tmp_path / unit['LoadCredential'].split(':')[0]).write_text(TOKEN)
-    assert unit['WorkingDirectory'] == str(checkout)
-    assert unit['Type'] == 'notify'
+    assert (unit['Type'], unit['WorkingDirectory']) == ('notify', str(checkout))
     path, notify = tmp_path / 'plants.sock', tmp_path / 'notify'
     variables |= {'LISTEN_FDS': '1', 'NOTIFY_SOCKET': str(notify)}
     variables |= {'PLANTS_TOKENS': None, 'GUNICORN_CMD_ARGS': None}
@@ -89,8 +82,7 @@ def test_reload_and_restart_refuse_no_client(tmp_path):
             service.start()
             load.wait_for_all()
         assert not load.failed
-    added = len((state / 'plants.jsonl').read_bytes().splitlines())
-    assert added == len(load.added)
+    assert len((state / 'plants.jsonl').read_bytes().splitlines()) == len(load.added)
 
 
 # ---- the backup
