@@ -102,3 +102,5 @@ if __name__ == '__main__':
         main(*sys.argv[1:])
     except KeyboardInterrupt:
         sys.exit(130)
+    except subprocess.CalledProcessError as ex:  # pip has said which setting is wrong
+        sys.exit(ex.returncode)
