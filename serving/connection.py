@@ -1,6 +1,6 @@
 """A client's connection: its greenlet reads requests and has them answered.
 
-Sockets are gevent's, and nothing is gunicorn's. ``Server.end_waits`` is the only timer.
+Sockets are gevent's, and nothing is gunicorn's. ``Server.end_waits`` ends late waits.
 """
 
 import socket

@@ -70,10 +70,9 @@ def test_composition_needs_its_secrets_and_serves(checkout):
         with client_at(path) as client:
             assert client.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
         assert path.stat().st_mode & 0o002, 'nginx runs as another user'
-        for name, code in ('', 0), ('prefix', 1):
-            where = {'PATH': environment['PATH'], 'PORT': str(server.port)}
+        for at, port, code in ('', server.port, 0), ('x', server.port, 1), ('', 1, 1):
+            where = {'PATH': environment['PATH'], 'PORT': str(port), 'SCRIPT_NAME': at}
             where |= dict.fromkeys(('HTTP_PROXY', 'http_proxy'), 'http://127.0.0.1:9')
-            where['SCRIPT_NAME'] = name
             assert finished(probe, env=where).returncode == code
 
 

@@ -81,10 +81,12 @@ def test_environment_alone_is_emptied_and_remains_one(checkout, stamp, code, lef
         (checkout / name).parent.mkdir(exist_ok=True)
         (checkout / name).touch()
     (checkout / 'sitecustomize.py').write_text(NEIGHBOURS)
-    command = [sys.executable, '.ci/install.py', stamp, 'requirements.txt']
+    before = sorted(checkout.rglob('*'))
+    command = [sys.executable, '-B', '.ci/install.py', stamp, 'requirements.txt']
     for _ in range(2):
         done = finished(command, cwd=checkout, env=os.environ | {'PYTHONPATH': '.'})
         assert done.returncode == code, done.stderr
+        assert (sorted(checkout.rglob('*')) == before) == (code == 1)
     assert len([*checkout.glob('*/file')]) == left
 
 

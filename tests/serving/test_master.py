@@ -13,8 +13,7 @@ from server import Server, time_limits, wait_until
 from test_reload import refusal
 from test_workers import stop
 
-# A heartbeat and a fork, or what a new worker does first, fail as long as there is a
-# file; the worker after the seconds that are in it.
+# Heartbeats and forks, or new workers, fail while there is a file, after its seconds.
 FAILING = """
 import tempfile, time
 fork, mkstemp = os.fork, tempfile.mkstemp

@@ -56,7 +56,7 @@ REFUSED = {
     'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile'], 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
-    'addresses': (TAKEN, ['with -b: (', 'must be 0-65535', 'taken is in use'], 0),
+    'addresses': (TAKEN, ['already in use', 'must be 0-65535', 'taken is in use'], 0),
 }
 
 

@@ -48,16 +48,15 @@ def test_connection_without_a_handshake_is_closed(secure):
 @pytest.mark.parametrize('own', OWN)
 def test_several_sockets_are_served(tmp_path, own):
     """Two ports and a Unix socket; also with the log or the workers of gunicorn."""
-    path = tmp_path / 's'
-    bound = '--bind', '127.0.0.1:0', '--bind', '127.0.0.1:0', '--bind', f'unix:{path}'
+    bound = '--bind', '127.0.0.1:0', '--bind', '127.0.0.1:0', '--bind', 'unix:s'
     with Server(tmp_path, *bound, *own.split()) as server, ExitStack() as opened:
-        ports = re.findall(r'http://127.0.0.1:(\d+)', server.log)[:2]
-        clients = [opened.enter_context(RawClient(int(port))) for port in ports]
-        clients += [opened.enter_context(client_at(path))]
-        for client in clients:
+        ports = map(int, re.findall(r'http://127.0.0.1:(\d+)', server.log)[:2])
+        clients = [*map(RawClient, ports), client_at(tmp_path / 's')]
+        for client in map(opened.enter_context, clients):
             assert ask_in_step(client, request(body=fern())).status == 200
-        in_threads(*40 * [lambda: server.ask(request(body=fern()))])
-        assert len(server.plants()) == 43
+        seen = []
+        in_threads(*40 * [lambda: seen.append(server.ask(request(body=fern())).status)])
+        assert (seen, len(server.plants())) == (40 * [200], 43)
 
 
 def test_application_that_fails_ends_only_its_connection(tmp_path):

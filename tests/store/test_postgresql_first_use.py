@@ -418,7 +418,7 @@ def test_certificate_that_cannot_be_read_is_said(url, tmp_path, monkeypatch):
 
 
 UNKNOWN = {'pgbouncer': 'pgbouncer=true', 'options': 'options=endpoint=ep-1'}
-UNKNOWN |= {'supa': 'supa=base-pooler.x', 'parameter': 'password=S3cret&Hidden=1'}
+UNKNOWN |= {'supa': 'sslmode=prefer&supa=base', 'parameter': 'password=S3cret&Hidden=1'}
 
 
 @pytest.mark.parametrize('name', UNKNOWN)
