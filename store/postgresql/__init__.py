@@ -48,18 +48,15 @@ class PostgreSQLStore(CommittedStore):
         return Plants(self._target)
 
 
-class Plants:
+class Plants(Table):
     """Adds plants to a database, for the committer."""
 
-    def __init__(self, target: Target) -> None:
-        self._shown, self._table = target.shown, Table(target)
-        self._probed = 0.0  # when a probe of a whole add last succeeded
-        self.close = self._table.close
+    _probed = 0.0  # when a probe of a whole add last succeeded
 
     def ping(self) -> None:
         # Anybody may ask, so one ping a second does all that an add does, and writes.
         if time.monotonic() >= self._probed + PROBE_EVERY:
-            self._table.probe()
+            self.probe()
             self._probed = time.monotonic()
 
     def append(self, batch: Sequence[Entry]) -> Callable[[], None]:
@@ -92,12 +89,12 @@ class Plants:
         """Insert the plants whose ids are free, and compare the others."""
         first = {entry.item.id: entry for entry in reversed(batch)}
         plants = [entry.item for entry in reversed(first.values())]
-        stored = self._table.insert(plants)
+        stored = self.insert(plants)
         for id in first.keys() & stored.keys():
             first[id].new = True
         if left := [plant for plant in plants if plant.id not in stored]:
-            stored |= self._table.lock(left)
+            stored |= self.lock(left)
         for entry in batch:
             if (it := stored[entry.item.id]) != entry.item:
-                altered = Unavailable('altered', self._shown) if entry.new else None
+                altered = self._target.unavailable('altered') if entry.new else None
                 entry.error = altered or IdTaken.between(it, entry.item)
