@@ -96,13 +96,6 @@ def locked(
             raise
 
 
-def check_directory(directory: str) -> None:
-    """Refuse a directory in which a side file cannot be made."""
-    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
-        reason = 'the directory of the file cannot be written to'
-        raise StoreUnavailable(reason, store=directory, detail=_rights(directory))
-
-
 def write(fd: int, data: bytes, offset: int) -> None:
     """Write all bytes, even if the kernel writes them in pieces."""
     written = 0
@@ -199,7 +192,8 @@ class Refusing:
             reason = f'its file system ({file_system(path)}) has no locks or no syncs: '
             reason += 'use a local one'
         elif ex.errno == errno.EACCES:
-            detail = _rights(f'{path.parent} {path}')
+            detail = f'this process is of user {os.geteuid()}; see: '
+            detail += f'ls -ldn {path.parent} {path}'
         elif ex.errno == errno.EPERM:  # no rights: chattr(1)
             detail = f'perhaps the attribute append-only or immutable: lsattr -d {path}'
         raise StoreUnavailable(reason, store=str(path), detail=detail) from ex
@@ -213,7 +207,3 @@ def file_system(path: Path) -> str:
             fields = mount.split()
             found[fields[4]] = fields[fields.index('-') + 1]
     return found[max(found, key=lambda point: (path.is_relative_to(point), len(point)))]
-
-
-def _rights(paths: str) -> str:
-    return f'this process is of user {os.geteuid()}; see: ls -ldn {paths}'

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 NEAR = 1024 * 1024  # bytes of others that are read under the lock
 SYNC_FAILED = 'a sync failed: the server must be reloaded'
+NO_DIRECTORY = 'the directory of the file cannot be written to'
 # By path: the state of the file when damage was met last, the beginning of the damaged
 # line, and the error. Each add meets it, and to judge it anew may take long.
 _judged: dict[Path, tuple[object, bytes, StoreCorrupt]] = {}
@@ -146,7 +147,9 @@ class PlantFile:
             detail = f'unsynced bytes may be lost: {os.strerror(self._failed_sync)}'
             raise StoreUnavailable(SYNC_FAILED, store=str(self._path), detail=detail)
         status = self.known.check(self._fd)
-        disk.check_directory(self._directory)
+        # Or a side file could not be made in it.
+        if not os.access(self._directory, os.W_OK | os.X_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, NO_DIRECTORY)
         self._state = self._is_open, status.st_ino, status.st_size, status.st_ctime_ns
         if judged := _judged.get(self._path):
             state, text, error = judged
