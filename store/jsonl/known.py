@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Self
 
 from store.base import Plant
-from store.errors import StoreUnavailable
 from store.jsonl.index import Index
 from store.jsonl.record import Damage, chunks, line_at, scan
 
@@ -73,7 +72,7 @@ class Known:
         """Refuse another file than that of which something is known, if any."""
         self._file = self._file or status
         if not os.path.samestat(status, self._file):
-            raise self._refusal(REPLACED)
+            raise OSError(REPLACED)
 
     def check(self, fd: int) -> os.stat_result:
         """Return the status of the file, if what is known of it still holds.
@@ -86,9 +85,9 @@ class Known:
         if not status.st_nlink:
             raise FileNotFoundError
         if (missing := max(end, self._length[0]) - status.st_size) > 0:
-            raise self._refusal(SHORT % missing)
+            raise OSError(SHORT % missing)
         if os.pread(fd, len(tail), end - len(tail)) != tail:
-            raise self._refusal(CHANGED)
+            raise OSError(CHANGED)
         return status
 
     def read_on(self, fd: int, size: int) -> None:
@@ -143,8 +142,5 @@ class Known:
     def _plant_at(self, fd: int, offset: int, id: int) -> Plant:
         plant = line_at(fd, offset).plant
         if plant is None or plant.id != id:
-            raise self._refusal(CHANGED)
+            raise OSError(CHANGED)
         return plant
-
-    def _refusal(self, reason: str) -> StoreUnavailable:
-        return StoreUnavailable(reason, store=str(self._path))

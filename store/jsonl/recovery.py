@@ -41,7 +41,6 @@ from pathlib import Path
 
 from store import forks
 from store.base import Plant
-from store.errors import StoreUnavailable
 from store.jsonl import disk
 from store.jsonl.known import UNSYNCED
 from store.jsonl.record import Damage, Line, line_at, read_lines
@@ -155,7 +154,7 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
         is_whole = os.pread(fd, 1, max(0, size - 1)) == b'\n'
         yield fd
         if is_whole and os.fstat(fd).st_size < size:
-            raise StoreUnavailable('the file was cut short', store=str(path))
+            raise OSError('the file was cut short')
 
 
 def whole_size(path: Path, fd: int) -> int:

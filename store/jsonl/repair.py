@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store.errors import StoreUnavailable
 from store.jsonl import disk, recovery
 from store.jsonl.index import Index
 from store.jsonl.known import REPEATED, Known
@@ -62,7 +61,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
             spans.append((begin, line.end))
         is_array = os.pread(fd, 1, first_offset(fd)) == b'['
         if faults and (is_array or not plants):
-            raise StoreUnavailable('it is not a file of plants', store=str(path))
+            raise OSError('it is not a file of plants')
         found = Verified(plants, tuple(sentences), faults - len(sentences))
         if not (repair and spans):
             return found
