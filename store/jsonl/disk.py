@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -170,7 +170,7 @@ def copy_aside(path: Path, fd: int, spans: Spans, kind: str) -> Path:
 
 
 @dataclass
-class Refusing:
+class Refusing(AbstractContextManager['Refusing', None]):
     """Refuses, with ``StoreUnavailable``, for an error of a plant file: what it means.
 
     An ``OSError`` without a number is one of ours, and has words for people. This is a
@@ -178,9 +178,6 @@ class Refusing:
     """
 
     path: Path
-
-    def __enter__(self) -> None:
-        """Begin; nothing is done before there is an error."""
 
     def __exit__(self, _: object, ex: BaseException | None, *rest: object) -> None:
         if not isinstance(ex, OSError):
