@@ -21,9 +21,9 @@ from typing import Any
 import falcon
 
 from store import PlantStore, open_store
-from store.base import TEXTS
+from store.base import TEXTS, to_json
 from web import errors, middleware
-from web.body import PlantReader, encode
+from web.body import PlantReader
 from web.documents import ReadOnlyResource, documents
 from web.middleware import PlantsRequest
 from web.settings import Settings
@@ -51,7 +51,8 @@ class PlantsResource:
         plant = self._reader.read(req)
         self._store.add(plant)
         members = zip(TEXTS, plant[1:])
-        resp.data = encode({name: text for name, text in members if text is not None})
+        answer = {name: text for name, text in members if text is not None}
+        resp.data = to_json(answer).encode()
 
 
 def create_app(

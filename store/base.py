@@ -1,6 +1,7 @@
 """The contract between the service and a store of plants."""
 
 import abc
+import json
 import re
 import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -39,6 +40,8 @@ TEXTS = Plant._fields[1:]  # the members that are text
 OPTIONAL = frozenset(Plant._field_defaults)  # those that a plant may lack: None
 LONE_SURROGATE = re.compile('[\ud800-\udfff]')
 Item = TypeVar('Item')
+# NOTE: prebuilt, since json.dumps() with arguments builds an encoder at each call.
+to_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
 def check_plant(plant: Plant) -> None:

@@ -15,7 +15,7 @@ import jsonschema_rs
 from jsonschema import Draft202012Validator, FormatChecker
 
 from store import Plant, check_plant
-from store.base import OPTIONAL, TEXTS
+from store.base import OPTIONAL, TEXTS, to_json
 from web.errors import ErrorValue, Fault
 
 DIRECTORY = Path(__file__).parent.parent / 'schemas'
@@ -25,13 +25,6 @@ FAULTS = 100  # of a body that are told: thousands of an array would take half a
 _MASK = '\0'
 # A plant without faults, whose members can be replaced one at a time.
 _SOUND = Plant._make([0, *('' for _ in TEXTS)])
-# NOTE: json.dumps() or json.loads() with arguments builds a new coder at each call.
-_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
-
-
-def encode(value: Any) -> bytes:
-    """Return a value as JSON text in UTF-8."""
-    return _encode(value).encode()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -46,6 +39,7 @@ def _constant(literal: str) -> NoReturn:
     raise ValueError(f'{literal} is not a number of JSON')
 
 
+# NOTE: prebuilt, since json.loads() with arguments builds a decoder at each call.
 _decode = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).decode
 
 
@@ -88,7 +82,7 @@ class PlantReader:
             text = _read_body(req, self._limit).decode()
             value = _decode(text)
             if '\\u' in text:  # only an escape can make a lone surrogate
-                encode(value)
+                to_json(value).encode()
             if self._schema.is_valid(value) and isinstance(value, dict):
                 plant = Plant(*map(value.get, Plant._fields))  # type: ignore[arg-type]
                 try:

@@ -10,7 +10,7 @@ from typing import Any
 import falcon
 
 from store import __version__
-from web.body import encode
+from store.base import to_json
 from web.errors import ErrorValue, Fault
 
 _HEADERS = {
@@ -49,7 +49,7 @@ def documents(files: dict[str, Any], metrics: bool) -> dict[str, ReadOnlyResourc
     description['components']['schemas'] = schemas
     if not metrics:
         del description['paths']['/metrics']
-    encoded = encode(description)
+    encoded = to_json(description).encode()
     resources = {'/openapi.json': ReadOnlyResource(lambda: encoded, max_age=0)}
     for name in _PAGE:
         read = cache(partial(_read_page, name))  # all clients share the bytes

@@ -1,13 +1,13 @@
 """The errors of the interface: their values, and the answer to each exception."""
 
 import enum
-import json
 import logging
 from typing import Any
 
 import falcon
 
 from store import IdTaken, StoreError
+from store.base import to_json
 
 log = logging.getLogger('plants')
 
@@ -64,5 +64,4 @@ def answer(req: Any, resp: falcon.Response, error: Exception, params: object) ->
     resp.status = falcon.code_to_http_status(req.error // 100)  # agents expect a line
     resp.set_headers(fault.headers)
     resp.content_type = falcon.MEDIA_JSON
-    body = {'error': req.error, 'message': str(fault)}
-    resp.data = json.dumps(body, ensure_ascii=False).encode()
+    resp.data = to_json({'error': req.error, 'message': str(fault)}).encode()

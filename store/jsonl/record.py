@@ -22,12 +22,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store.base import ID_MAX, ID_MIN, OPTIONAL, TEXTS, Plant, check_plant
+from store.base import ID_MAX, ID_MIN, OPTIONAL, TEXTS, Plant, check_plant, to_json
 from store.errors import StoreCorrupt, StoreError
 from store.jsonl import disk
 
-# NOTE: a prebuilt encoder: json.dumps() with arguments builds one at every call.
-_quote = json.JSONEncoder(ensure_ascii=False).encode
 _HEADS = [f',"{member}":' for member in TEXTS]
 
 # Bytes of a record without its line feed, and of a body (PLANTS_MAX_BODY): enough for a
@@ -57,7 +55,7 @@ _decode = json.JSONDecoder(
 def encode(plant: Plant) -> bytes:
     """Return the record of a plant, or raise ``StoreError`` if it would be too long."""
     texts = zip(_HEADS, plant[1:])
-    rest = [head + _quote(text) for head, text in texts if text is not None]
+    rest = [head + to_json(text) for head, text in texts if text is not None]
     line = f'{{"id":{int(plant.id)}{"".join(rest)}}}\n'.encode()
     if len(line) > LONGEST + 1:
         raise StoreError(f'the plant with id {plant.id}: as a line {TOO_LONG}')

@@ -1,12 +1,11 @@
 """The table of plants: asked whether it keeps them; and its statements."""
 
-import json
 import random
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from store.base import ID_MAX, ID_MIN, OPTIONAL, TEXTS, Plant, check_plant
+from store.base import ID_MAX, ID_MIN, OPTIONAL, TEXTS, Plant, check_plant, to_json
 from store.postgresql.connection import Connection
 from store.postgresql.database import Target, Unavailable
 
@@ -55,7 +54,6 @@ PROBE = f"""BEGIN; {LOCK}; SAVEPOINT probe; {INSERT}; SET CONSTRAINTS ALL IMMEDI
 {ONE}; ROLLBACK TO probe; COMMIT"""
 PAGE = 'ORDER BY id LIMIT 1000'  # plants
 ASK_EVERY = 1  # second, so it is noticed that the table was altered
-_encode = json.JSONEncoder(ensure_ascii=False).encode  # dumps() makes one each time
 
 
 class Table:
@@ -130,7 +128,7 @@ class Table:
 
     def insert(self, plants: Sequence[Plant]) -> dict[int, Plant]:
         """Insert plants whose id is free; return them as they are stored."""
-        return {row[0]: Plant(*row) for row in self.transact(INSERT, _encode(plants))}
+        return {row[0]: Plant(*row) for row in self.transact(INSERT, to_json(plants))}
 
     def lock(self, plants: Sequence[Plant]) -> dict[int, Plant]:
         """Return the stored plants with these ids, once they are safe."""
@@ -166,7 +164,7 @@ class Table:
         plant = Plant(random.randint(ID_MIN, ID_MAX), *('Fern' for _ in TEXTS))
         id = str(plant.id)
         try:
-            rows = self.transact(PROBE, id, _encode([plant]), id)
+            rows = self.transact(PROBE, id, to_json([plant]), id)
         except Unavailable as ex:
             if ex.retry != 'rule':  # which clients may keep
                 raise
