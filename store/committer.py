@@ -190,17 +190,21 @@ class _Committer:
             self._gather(took)
             batch = next(batches([*self._calls]), [])
             began, took = perf_counter(), 0.0
+            outcome: bool | StoreError = True
             try:
                 self._store._check_open()  # or refuse all who still wait
                 took = self._commit(batch)
-            except BaseException as ex:
-                if perf_counter() > began + OUTAGE:
-                    batch = [*self._calls]
-                self._fail(batch, ex)
+            except StoreError as ex:
+                outcome = ex
+            except BaseException as ex:  # want of memory, or a fault of ours
+                log.error('%s: the write failed', self._store._shown, exc_info=ex)
+                outcome = StoreUnavailable('the write was interrupted')
+            if outcome is not True and perf_counter() > began + OUTAGE:
+                batch = [*self._calls]
             if took > self._store.gather_above:  # counted before the first comes back
                 self._crowd = len(self._calls)
-            for call in batch:
-                call.outcome = call.outcome or True
+            for call in batch:  # also if an entry has an error: it may rest on another
+                call.outcome = call.outcome or outcome
                 self._calls.pop(call, None)
             self._wake(batch)
         if self._backend is not None:
@@ -237,11 +241,3 @@ class _Committer:
                 call.outcome = bool(call.entries) or None
             self._backend.ping()
         return took
-
-    def _fail(self, calls: Sequence[_Call], error: BaseException) -> None:
-        """Give those calls an error that have no outcome."""
-        if not isinstance(error, StoreError):  # want of memory, or a fault of ours
-            log.error('%s: the write failed', self._store._shown, exc_info=error)
-            error = StoreUnavailable('the write was interrupted')
-        for call in calls:  # also if an entry has one, which may rest on another entry
-            call.outcome = call.outcome or error
