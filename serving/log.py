@@ -108,7 +108,7 @@ class PlantsLogger(Logger):  # type: ignore[misc]
                 text = TextFormatter(form._fmt, form.datefmt)
                 handler.setFormatter(JSONFormatter() if is_json else text)
             vars(handler).update(how, emit=emit, handleError=report)  # if reopened, too
-            with suppress(AttributeError):  # that of syslog has no stream
+            with suppress(AttributeError, OSError):  # syslog has none; it may be full
                 handler.stream.reconfigure(**how)
         for name in ('plants', 'store'):  # all loggers of the service
             logger = logging.getLogger(name)

@@ -95,6 +95,7 @@ class Master(Arbiter):  # type: ignore[misc]
     maybe_promote_master = partialmethod(_guard, Arbiter.maybe_promote_master, '-p')
     reap_workers = partialmethod(_guard, Arbiter.reap_workers, 'child_exit')
     reexec = partialmethod(_guard, Arbiter.reexec, 'SIGUSR2: no new server')
+    setup = partialmethod(_guard, Arbiter.setup, 'SIGHUP')
     spawn_worker = partialmethod(_guard, Arbiter.spawn_worker, 'a worker cannot start')
 
     @Arbiter.num_workers.setter  # type: ignore[untyped-decorator]

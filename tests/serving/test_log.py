@@ -145,17 +145,19 @@ def test_log_configuration_keeps_its_rules(tmp_path):
     assert TOKEN not in server.log
 
 
-@pytest.mark.parametrize('path', ['/dev/full', 'logs/log'])
+@pytest.mark.parametrize('path', ['/dev/full', 'logs/log', '-'])
 @pytest.mark.parametrize('kind', ['error', 'access'])
 def test_log_that_cannot_be_written_costs_only_lines(tmp_path, kind, path):
     """With a full disk, or no directory for the log any more, the server goes on."""
     (tmp_path / 'logs').mkdir()
+    full = 'os.dup2(os.open("/dev/full", os.O_WRONLY), 2)'  # the standard error, too
     begin = 'Listening at: {server.LISTENERS[0]}\nBooting worker with pid: {worker.pid}'
     conf = [f'post_fork = lambda server, worker: print(f{begin!r}, flush=True)']
+    conf += [full] * (path != '/dev/full')
     with Server(tmp_path, f'--{kind}-logfile', path, conf=conf) as server:
         assert_goes_on(server)
         (tmp_path / 'logs').mkdir()
         server.signal(signal.SIGUSR1)
-        wait_until((tmp_path / path).exists, 'it is opened again')
+        wait_until((tmp_path / path.strip('-')).exists, 'it is opened again')
     assert ('of the log are lost' in server.log) == (path == '/dev/full')
     assert TOKEN not in server.log
