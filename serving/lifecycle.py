@@ -18,7 +18,7 @@ from typing import Any
 from gunicorn import __version__
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.config import Config
-from gunicorn.sock import _sock_type, ssl_context
+from gunicorn.sock import _sock_type, close_sockets, ssl_context
 
 from app import PlantsApp, create_app
 from serving.log import PlantsLogger
@@ -119,15 +119,15 @@ def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterato
             yield f'{name}: it has no effect here; SIGHUP is for new settings'
     is_bound = served or os.environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}
     if not (is_bound or cfg.reuse_port or cfg.check_config or cfg.print_config):
-        for address in [each for each in cfg.address if isinstance(each, tuple)]:
+        for address in [each for each in cfg.address if not isinstance(each, int)]:
             try:  # gunicorn takes five seconds, and twelve lines, for one in use
-                _sock_type(address)(address, cfg, log).close()
-            except (OSError, OverflowError) as ex:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                    is_path = isinstance(address, str)
+                    if is_path and probe.connect_ex(address) == errno.EPROTOTYPE:
+                        raise ValueError('it is in use')  # by another server
+                close_sockets([_sock_type(address)(address, cfg, log)])
+            except (OSError, OverflowError, ValueError) as ex:
                 yield f'bind: choose another address with -b: {address}: {ex}'
-        for path in [each for each in cfg.address if isinstance(each, str)]:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-                if probe.connect_ex(path) == errno.EPROTOTYPE:  # it is a server's
-                    yield f'bind: choose another address with -b: {path} is in use'
 
 
 def addresses(port: str) -> list[str]:
