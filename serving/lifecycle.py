@@ -109,7 +109,7 @@ def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterato
         yield 'workers, worker_connections: 1 at least'
     if settings.store == 'memory:' and cfg.workers > 1:
         yield ONE_WORKER
-    if served and 'memory:' in {settings.store} ^ {served.settings.store}:
+    if served and 'memory:' in (settings.store, served.settings.store):
         yield 'PLANTS_STORE: memory: needs a restart'
     if not settings.tokens and (served.settings.tokens if served else cfg.daemon):
         yield 'PLANTS_TOKENS: nobody would see a made token: set it'
