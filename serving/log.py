@@ -92,7 +92,6 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         # gunicorn sets the variables of ``raw_env`` later.
         is_json = is_set(os.environ | cfg.env, 'PLANTS_LOG', 'json')
         configured = cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json
-        handler: Any
         for handler in self.error_log.handlers + self.access_log.handlers:
 
             def emit(record: LogRecord, emit: Any = handler.emit) -> None:

@@ -148,12 +148,11 @@ def test_log_configuration_keeps_its_rules(tmp_path):
 @pytest.mark.parametrize('path', ['/dev/full', 'logs/log', '-'])
 @pytest.mark.parametrize('kind', ['error', 'access'])
 def test_log_that_cannot_be_written_costs_only_lines(tmp_path, kind, path):
-    """With a full disk, or no directory for the log any more, the server goes on."""
+    """On a full disk, also for errors, or without a directory, the server goes on."""
     (tmp_path / 'logs').mkdir()
-    full = 'os.dup2(os.open("/dev/full", os.O_WRONLY), 2)'  # the standard error, too
     begin = 'Listening at: {server.LISTENERS[0]}\nBooting worker with pid: {worker.pid}'
     conf = [f'post_fork = lambda server, worker: print(f{begin!r}, flush=True)']
-    conf += [full] * (path != '/dev/full')
+    conf += ['os.dup2(os.open("/dev/full", os.O_WRONLY), 2)'] * (path != '/dev/full')
     with Server(tmp_path, f'--{kind}-logfile', path, conf=conf) as server:
         assert_goes_on(server)
         (tmp_path / 'logs').mkdir()
