@@ -62,18 +62,18 @@ def test_composition_needs_its_secrets_and_serves(checkout):
     path = checkout / 'plants.sock'
     command = ours['command'].replace('/run/plants/plants.sock', str(path))
     command = shlex.split(command.replace(f':{PORT} ', ':0 '))
-    environment = variables(checkout / 'data')
+    environment = variables(checkout / 'data') | {'SCRIPT_NAME': '/\xe4 b'}
     assert environment['PORT'] == PORT
     environment |= {'GUNICORN_CMD_ARGS': None, 'PLANTS_TOKENS': TOKEN, 'PORT': None}
     probe = json.loads(PROBE.partition('CMD ')[2])
     with Server(checkout, command=command, **environment) as server:
         with client_at(path) as client:
-            assert client.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
+            assert client.ask(request('GET', '/%c3%a4%20b/readyz')).status == 200
         assert path.stat().st_mode & 0o002, 'nginx runs as another user'
-        for at, port, code in ('', server.port, 0), ('x', server.port, 1), ('', 1, 1):
-            where = {'PATH': environment['PATH'], 'PORT': str(port), 'SCRIPT_NAME': at}
+        for at, of, end in ('\xe4 b', server.port, 0), ('', server.port, 1), ('', 1, 1):
+            where = {'PATH': environment['PATH'], 'PORT': f'{of} ', 'SCRIPT_NAME': at}
             where |= dict.fromkeys(('HTTP_PROXY', 'http_proxy'), 'http://127.0.0.1:9')
-            assert finished(probe, env=where).returncode == code
+            assert finished(probe, env=where).returncode == end
 
 
 MANIFESTS = {
