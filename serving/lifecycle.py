@@ -39,7 +39,7 @@ NO_EFFECT = re.compile(
     'asgi_|casefold_|dirty_|do_handshake_|dogstatsd_|enable_backlog_|forwarder_|'
     'header_map|http|limit_request_|on_dirty_|permit_|post_request|pre_request|'
     'protocol|proxy_|reload|root_path|ssl_version|statsd_|strip_header_|'
-    'suppress_ragged_|threads|tmp_upload_|uwsgi_|websocket_'
+    'suppress_ragged_|threads|tmp_upload_|uwsgi_|websocket_|control_socket(_mode)?$'
 )
 
 

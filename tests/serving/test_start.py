@@ -176,4 +176,4 @@ def test_settings_of_gunicorn_have_an_effect():
     # Three regulate what is not here: forwarded_allow_ips, secure_scheme_headers and
     # sendfile.
     others = [s for s in KNOWN_SETTINGS if not lifecycle.NO_EFFECT.match(s.name)]
-    assert (len(others), len(KNOWN_SETTINGS)) == (71, 120)
+    assert (len(others), len(KNOWN_SETTINGS)) == (69, 120)
