@@ -168,7 +168,7 @@ def show_ready(server: Any) -> None:
     """Log what is served after a start or reload, and where, as curl takes it."""
     settings = server.app.callable.settings
     listening = server.LISTENERS or [f'http://{server.cfg.bind[0]}']  # --reuse-port
-    url = re.sub('unix:(.*)', r'--unix-socket \1 http://localhost', str(listening[0]))
+    url = re.sub('unix:(.*)', r"--unix-socket '\1' http://localhost", str(listening[0]))
     url = re.sub(r'//(0\.0\.0\.0|\[::\]):', '//127.0.0.1:', url)
     url = f'{url}/{os.environ.get("SCRIPT_NAME", "").strip("/")}'.rstrip('/')
     if server.cfg.is_ssl:  # gunicorn writes http for IPv6

@@ -29,7 +29,7 @@ def add_as_printed(server):
 
 def test_made_token_works_and_stays(tmp_path):
     """A token is made if none is configured, printed once, and survives a reload."""
-    how = {OPTIONS: '--bind unix:plants.sock', 'PLANTS_TOKENS': None}
+    how = {OPTIONS: '--bind "unix:a b.sock"', 'PLANTS_TOKENS': None}
     with Server(tmp_path, workers=2, **how).started() as server:
         wait_until(lambda: len(server.worker_pids()) == 2)
         add_as_printed(server)
