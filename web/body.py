@@ -94,6 +94,8 @@ class PlantReader:
         except (RecursionError, ValueError) as ex:  # too deep, too many digits, no JSON
             is_text = not isinstance(ex, UnicodeDecodeError)
             reason = str(ex).partition(';')[0] if is_text else 'it is not UTF-8'
+            if getattr(ex, 'doc', '').startswith('\ufeff'):
+                reason = 'it begins with a byte order mark'
             raise Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {reason}') from ex
         raise Fault(ErrorValue.NOT_A_NEW_PLANT, '; '.join(faults))
 

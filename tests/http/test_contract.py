@@ -57,6 +57,7 @@ REFUSED = [
     (40003, {'body': BODY.ljust(65_537)}),
     (40001, {'body': b''}, 'empty'),
     (40004, {'body': '"é"'.encode('latin-1')}, 'not UTF-8'),
+    (40004, {'body': '{}'.encode('utf-8-sig')}, 'byte order mark'),
     (40500, {'method': 'GET'}, 'python -m store list'),
     (40100, {'authorization': 'Basic YTpi'}, 'instead of Basic;'),  # from a .netrc
     (40100, {'authorization': f'{TOKEN} {TOKEN}'}, "Bearer TOKEN';"),
