@@ -26,9 +26,8 @@ OURS: dict[str, Any] = {'client_encoding': 'utf8', 'connect_timeout': 2}
 FILES = {'sslcert': 'postgresql.crt', 'sslkey': 'postgresql.key'}
 FILES |= {'sslrootcert': 'root.crt', 'sslcrl': 'root.crl'}
 
-# What libpq tells of a connection has no SQLSTATE, but these are words of its own: of a
-# host that takes no plants, of TLS and passwords, and before what a server says, in any
-# language: "FATAL:" and two blanks.
+# What has no SQLSTATE is told by words of libpq itself: of a host that takes no plants,
+# of TLS and passwords, and before those of a server in any language: "FATAL:  ".
 SAID = {'25006': 'session is read-only', 'refused': ':  |SSL|password'}
 
 # SQLSTATE or its class (the longer counts) or our word; what is tried again (each plant

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from store.base import ID_MAX, ID_MIN, OPTIONAL, TEXTS, Plant, check_plant, to_json
-from store.postgresql.connection import Connection
+from store.postgresql.connection import Connection, log
 from store.postgresql.database import Target, Unavailable
 
 COLUMNS = ', '.join(Plant._fields)
@@ -104,6 +104,7 @@ class Table:
         if not name and target.create and not self._to_read:
             try:
                 connection.execute(CREATE)
+                log.warning('%s: a new, empty table plants was made', target.shown)
             except Unavailable as ex:  # another process may be making it
                 error = ex
             name = self._find(connection)
