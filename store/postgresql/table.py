@@ -28,7 +28,9 @@ WHEN type <> ALL(exact::regtype[])
 THEN concat(member, ' is ', format_type(type, NULL), ', not ', wanted)
 WHEN member = 'id' AND NOT (attnotnull AND EXISTS (SELECT FROM pg_index
 WHERE indrelid = attrelid AND indkey[0] = attnum AND indnkeyatts = 1 AND indisunique
-AND indisvalid AND indpred IS NULL)) THEN 'id is not UNIQUE and NOT NULL' END
+AND indisvalid AND indpred IS NULL) AND NOT EXISTS (SELECT FROM pg_constraint
+WHERE conrelid = attrelid AND conkey = ARRAY[attnum] AND contype = 'n'
+AND NOT convalidated)) THEN 'id is not UNIQUE and NOT NULL' END
 FROM (VALUES {', '.join(MEMBERS)}) AS needed (member, wanted, exact)
 LEFT JOIN pg_attribute ON attrelid = %s::regclass AND attname = member
 LEFT JOIN pg_type ON pg_type.oid = atttypid,

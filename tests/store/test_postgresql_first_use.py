@@ -130,6 +130,7 @@ FOREIGN = (
     'CREATE FOREIGN TABLE plants (id bigint, name text, tag text) SERVER none'
 )
 KEPT = MADE.format('', 'bigint', 'text')
+UNIQUE = KEPT.replace('PRIMARY KEY', 'UNIQUE')
 OTHERS = {  # what is wrong with a table that another program has made
     'lacks tag': 'CREATE TABLE plants (id bigint PRIMARY KEY, name text)',
     'plants is UNLOGGED': MADE.format('UNLOGGED', 'bigint', 'text'),
@@ -137,10 +138,11 @@ OTHERS = {  # what is wrong with a table that another program has made
     'more inherits': f'{KEPT}; CREATE TABLE more () INHERITS (plants)',
     'id is text, not bigint': MADE.format('', 'text', 'text'),
     'id is double precision': MADE.format('', 'float8', 'text'),
-    'id is not UNIQUE and NOT NULL': KEPT.replace('PRIMARY KEY', 'UNIQUE'),
+    'id is not UNIQUE and NOT NULL': UNIQUE,
     'name is short, not text': DOMAINS + MADE.format('', 'bigint', 'shorter'),
     'name is character,': DOMAINS + MADE.format('', 'bigint', 'short'),
     'id is not UNIQUE': KEPT.replace(' PRIMARY KEY', ''),
+    'id is not UNIQUE and': f'{UNIQUE}; ALTER TABLE plants ADD NOT NULL id NOT VALID',
     'plants is no table': 'CREATE VIEW plants AS SELECT 1 AS id',
     'plants is no table,': FOREIGN,
 }
