@@ -45,7 +45,7 @@ TABLE = """
 55P03           each    another session has locked the plant
 25P04,57014     -       the database did not answer in time
 other           each    the database refuses it ({})
-altered         each    the table plants changes what is added
+altered         batch   the table plants changes what is added
 files           -       a certificate or key for the database cannot be read
 locked          -       another session has locked the table plants
 missing         -       there is no table plants

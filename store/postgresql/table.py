@@ -140,7 +140,7 @@ class Table:
         ids = [str(int(plant.id)) for plant in plants]
         rows = self.transact('; '.join([LOCK] * len(plants)), *ids)
         if len(rows) < len(plants):  # one of them was deleted, or is not visible yet
-            raise self._target.unavailable('40', 'the conflicting row is not visible')
+            raise self._target.unavailable('altered', 'the row cannot be seen')
         return {row[0]: Plant(*row) for row in rows}
 
     def read(self) -> Iterator[Plant]:

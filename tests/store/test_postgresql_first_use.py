@@ -262,7 +262,7 @@ UNFIT = {
     'function': (trigger('INSERT INTO missing VALUES (1)'), DROP, LACKS),
     'cut': (trigger('NEW.name := left(NEW.name, 3)'), DROP, ALTERED),
     'moved': (ARCHIVE, DROP, ALTERED),
-    'ignored': (trigger('RETURN NULL'), DROP, None),
+    'ignored': (trigger('RETURN NULL'), DROP, ALTERED),
     'rule': ('CREATE RULE no AS ON INSERT TO plants DO INSTEAD NOTHING', None, LACKS),
     'unlogged': (ALTER('SET UNLOGGED'), ALTER('SET LOGGED'), LACKS),
     'owner': (ALTER('ADD it int, ADD NOT NULL it NOT VALID'), ALTER('DROP it'), LACKS),
