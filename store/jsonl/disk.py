@@ -189,11 +189,10 @@ class Refusing(AbstractContextManager['Refusing', None]):
         elif ex.errno in NOT_SUPPORTED:
             reason = f'its file system ({file_system(path)}) has no locks or no syncs: '
             reason += 'use a local one'
-        elif ex.errno == errno.EACCES:
+        elif isinstance(ex, PermissionError):  # EPERM: of attributes, see chattr(1)
+            both = f'{path.parent} {path}'
             detail = f'this process is of user {os.geteuid()}; see: '
-            detail += f'ls -ldn {path.parent} {path}'
-        elif ex.errno == errno.EPERM:  # no rights: chattr(1)
-            detail = f'perhaps the attribute append-only or immutable: lsattr -d {path}'
+            detail += f'ls -ldn {both}; lsattr -d {both}'
         raise StoreUnavailable(reason, store=str(path), detail=detail) from ex
 
 

@@ -98,7 +98,7 @@ def test_missing_right_is_told():
             ping = JSONLinesStore(fixed, create=False).ping
             uses = ping, opened.ping, partial(opened.add, FERN)
             make = partial(JSONLinesStore, directory / 'new')
-            told = f'of user .* ls -ldn {directory}'
+            told = f'of user .* ls -ldn {directory}.*; lsattr -d'
             assert_raise(StoreUnavailable, *uses, make, match=told)
             assert verify(fixed) == Verified(1)
             repair = partial(verify, secret, repair=True)
@@ -189,10 +189,7 @@ def test_file_replaced_meanwhile_is_left_alone(path, who):
 
 
 def test_lock_held_by_another_process_or_thread(path, monkeypatch, caplog):
-    """While another process or thread has the lock, every use fails in time.
-
-    A load waits as long as it takes, and says so: a repair may hold it for minutes.
-    """
+    """Every use fails in time; a load waits as for a repair of minutes, and says so."""
     assert plant_disk.LOCK_WITHIN < 5
     monkeypatch.setattr(plant_disk, 'LOCK_WITHIN', 0.05)
     monkeypatch.setattr(plant_disk, 'SAID_AFTER', 0.2)
