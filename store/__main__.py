@@ -88,7 +88,7 @@ def _run(command: str = '', *arguments: str) -> int:
 
 
 def _check(store: PlantStore, repair: bool) -> int:
-    progress = _progress()
+    progress = iter if repair else _progress()  # a stopped terminal keeps the lock
     if isinstance(store, JSONLinesStore):
         found = verify(store.path, repair=repair, progress=progress)
     else:  # a store without lines that can be damaged
