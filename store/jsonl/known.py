@@ -36,8 +36,7 @@ from store.jsonl.record import Damage, chunks, line_at, scan
 log = logging.getLogger(__name__)
 
 TAIL = 256  # bytes before the end that are compared
-# Bytes at the end of the file that may not be synced: each process writes one batch
-# between two syncs, of 1 MiB, or of one plant. So this is for 16 processes.
+# Bytes at the end that may not be synced: of 16 processes, each a batch of 1 MiB.
 UNSYNCED = 16 * 1024 * 1024
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 REPEATED = 'an earlier line has a different plant with the id %d'

@@ -232,7 +232,10 @@ def test_broken_tokens_file_keeps_the_old_tokens(damage, message, path, caplog):
 
 def test_file_that_cannot_be_read_may_revoke_all(path, monkeypatch):
     """No token is accepted until it was read: a moment without a free descriptor."""
-    client = serve_tokens(TokensFile(path))
+    with monkeypatch.context() as patch:  # a start waits for a lease, of Samba
+        lease = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        patch.setattr(os, 'open', Mock(side_effect=[lease, os.open(path, os.O_RDONLY)]))
+        client = serve_tokens(TokensFile(path))
     replace(path, OTHER)
     with monkeypatch.context() as patch:
         no_file = OSError(errno.EMFILE, 'Too many open files')

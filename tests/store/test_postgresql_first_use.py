@@ -233,10 +233,7 @@ RULES = {
 def test_plant_that_breaks_a_rule_is_refused_alone(
     database, made, role, monkeypatch, reason, statements
 ):
-    """Of a batch only the plant that breaks a rule is refused; a ping works.
-
-    The error names nothing of the plant.
-    """
+    """Of a batch only that plant is refused, and nothing of it named; a ping works."""
     monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
     database.execute(statements, url=made)
     bad = Plant(600, 'bad', SENT)
