@@ -30,6 +30,7 @@ list() {
 mkdir -p "$directory"
 directory=$(CDPATH='' cd "$directory" && pwd -P) # as find prints it: no link, no end /
 newest=$(list | tail -n 1)
+[ -n "$newest" ] || echo "$directory has no backup yet: is its disk mounted?" >&2
 newest=${newest:-/dev/null}
 
 # What a backup has left that was killed, or whose machine ended.

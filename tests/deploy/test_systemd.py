@@ -114,6 +114,7 @@ def run(backups, keep='14', program=None, end='', **options):
     command = [program or own, *shlex.split(arguments), keep]
     done = finished(command, env=given, stderr=subprocess.STDOUT, **options)
     assert done.stdout, 'it says what it did, or why not'
+    assert ('mounted' in str(done.stdout)) == (backups.name == 'new')
     return done.returncode
 
 
@@ -126,7 +127,8 @@ def test_newest_backups_are_kept(backups, end):
     for name in newer, 'unfinished.AAAAAA', *others:
         (backups / name).touch()
         os.utime(backups / name, (0, 0))
-    assert run(backups, '2', backups.parent / 'link', end) == 0
+    other = backups.with_name('new')
+    assert run(other) == run(backups, '2', other.with_name('link'), end) == 0
     new = backups / 'plants-20970101T000001Z.jsonl'
     assert {path.name for path in backups.iterdir()} == {newer, new.name, *others}
     assert new.read_bytes() == b''.join(LINES)
