@@ -256,7 +256,7 @@ ARCHIVE = trigger('DELETE FROM plants WHERE id = NEW.id').replace('BEFORE', 'AFT
 ARCHIVE = ARCHIVE.replace('plpgsql;', 'plpgsql SECURITY DEFINER;')
 # What is changed under a running server, and what undoes that; the reason of refusals.
 UNFIT = {
-    'function': (trigger('INSERT INTO missing VALUES (1)'), DROP, LACKS),
+    'function': (ALTER('ALTER id TYPE int;') + trigger('PERFORM no()'), DROP, LACKS),
     'cut': (trigger('NEW.name := left(NEW.name, 3)'), DROP, ALTERED),
     'moved': (ARCHIVE, DROP, ALTERED),
     'ignored': (trigger('RETURN NULL'), DROP, ALTERED),
