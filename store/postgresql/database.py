@@ -115,7 +115,8 @@ class Target:
         given = {name: self.get(name) for name in FILES}
         is_asked = self.get('sslmode') not in (None, 'disable') or any(given.values())
         for name, path in given.items() if is_asked else ():
-            with suppress(*() if path else (FileNotFoundError, NotADirectoryError)):
+            absent = () if path else (FileNotFoundError, NotADirectoryError)
+            with suppress(BlockingIOError, *absent):  # libpq waits for a lease
                 path = path or os.path.expanduser(f'~/.postgresql/{FILES[name]}')
                 if path != 'system' and ':' not in path:  # no file has such a name
                     os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))

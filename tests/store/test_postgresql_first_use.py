@@ -8,6 +8,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import pytest
@@ -223,7 +224,6 @@ POLICY = (
 RULES = {
     'check': (RULE, "ALTER TABLE plants ADD CHECK (name <> 'bad')"),
     'trigger': (RULE, trigger(BAD.format(r"RAISE E'a\nb\x1b[2J S3cret'"))),
-    # Refused only after many attempts.
     'busy': (BUSY, trigger(BAD.format("RAISE 'no' USING ERRCODE = '40001'"))),
     'policy': (DENIED, POLICY),
 }
@@ -399,8 +399,7 @@ def test_refusal_in_another_language():
 
 def test_certificate_that_cannot_be_read_is_said(url, tmp_path, monkeypatch):
     """With TLS in the URL the connection is refused, also if libpq would do without."""
-    (tmp_path / '.postgresql').mkdir()
-    (tmp_path / '.postgresql').chmod(0)
+    (tmp_path / '.postgresql').mkdir(0)
     monkeypatch.setenv('HOME', str(tmp_path))
 
     def use_as_nobody():
@@ -410,8 +409,9 @@ def test_certificate_that_cannot_be_read_is_said(url, tmp_path, monkeypatch):
             with open_store(f'{url}&{parameter}') as store:
                 for error in assert_refused(FILES, *uses(store)):
                     assert '.crt' in str(error)
-        with open_store(url) as store:
-            store.ping()
+        open_store(url).ping()
+        monkeypatch.setattr(os, 'open', Mock(side_effect=BlockingIOError))  # a lease
+        open_store(f'{url}&sslcrl=leased').ping()
 
     at_once(FORK.Process, use_as_nobody)
 
