@@ -13,7 +13,7 @@ import psycopg
 from psycopg.errors import Diagnostic
 from psycopg.pq import TransactionStatus
 
-from store.postgresql.database import Target
+from store.postgresql.database import FILES, Target
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,10 @@ class Connection:
             self._begin = settings.format('TRANSACTION', 'LOCAL', safe, *limits)
         if unsafe:
             log.warning('%s may lose or lack plants: %s', self._target.shown, unsafe)
+        libpq, files = self._session.pgconn, map(self._target.get, FILES)
+        if not (libpq.ssl_in_use or libpq.host.startswith(b'/')) and any(files):
+            words = 'is not encrypted, but a certificate or key is named: see sslmode'
+            log.warning('%s: the connection %s', self._target.shown, words)
 
     def execute(self, statements: str, *values: str) -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them."""

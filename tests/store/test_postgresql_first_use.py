@@ -397,8 +397,8 @@ def test_refusal_in_another_language():
             assert 'Passwort' in str(error)
 
 
-def test_certificate_that_cannot_be_read_is_said(url, tmp_path, monkeypatch):
-    """With TLS in the URL the connection is refused, also if libpq would do without."""
+def test_certificate_that_is_not_used_is_said(url, tmp_path, monkeypatch, caplog):
+    """One that cannot be read is refused, also if libpq would do without TLS."""
     (tmp_path / '.postgresql').mkdir(0)
     monkeypatch.setenv('HOME', str(tmp_path))
 
@@ -412,6 +412,7 @@ def test_certificate_that_cannot_be_read_is_said(url, tmp_path, monkeypatch):
         open_store(url).ping()
         monkeypatch.setattr(os, 'open', Mock(side_effect=BlockingIOError))  # a lease
         open_store(f'{url}&sslcrl=leased').ping()
+        assert caplog.text.count('not encrypted') == 1
 
     at_once(FORK.Process, use_as_nobody)
 
