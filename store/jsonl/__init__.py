@@ -50,8 +50,9 @@ class JSONLinesStore(CommittedStore):
         return PlantFile(self.path, self._known.child(), within)
 
     def load(self) -> None:
-        # NOTE: in the thread of the caller: committers of children would use the memory
-        # of another one again, and share 3 MiB less. An interrupt is as a crash.
+        # NOTE: in the thread of the caller. The memory of another thread would be used
+        # again by the committers of children, so they would share 3 MiB less of it. If
+        # the caller is interrupted, what is left is what a crash leaves.
         self._check_open()
         with closing(self._open_backend(math.inf)) as file:
             file.ping()

@@ -160,7 +160,7 @@ class Table:
             raise self._target.unavailable('table', 'it was made anew meanwhile')
 
     def probe(self, least: int = ID_MIN, most: int = ID_MAX) -> None:
-        """Do what an add does, and commit, but roll back the row: it is dead then."""
+        """Do what an add does, also the commit, but roll back the row before it."""
         plant = Plant(random.randint(least, most), *('Fern' for _ in TEXTS))
         id = str(plant.id)
         try:

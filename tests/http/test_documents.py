@@ -17,10 +17,7 @@ from web.errors import ErrorValue
 
 
 def test_description_is_valid_with_metrics_and_without(store, serve, anonymous):
-    """It is OpenAPI 3.1, with /metrics and its token if and only if that is served.
-
-    Each error value is an example, a valid ``Error``, under its status.
-    """
+    """OpenAPI 3.1, /metrics if it is served; each error value is a valid example."""
     from openapi_spec_validator import validate  # the import is slow
 
     client = serve(store, metrics_token='m')
