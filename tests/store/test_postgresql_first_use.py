@@ -119,7 +119,8 @@ def test_table_is_made_by_no_reader(database, url, role, caplog):
     assert caplog.text.count('table plants was made') + has_table(database, url) == 1
 
 
-MADE = 'CREATE {} TABLE plants (id {} PRIMARY KEY, name {}, tag text)'
+TEXTS = [f'{member} text' for member in Plant._fields[2:]]  # tag, and others
+MADE = f'CREATE {{}} TABLE plants (id {{}} PRIMARY KEY, name {{}}, {", ".join(TEXTS)})'
 DOMAINS = 'CREATE DOMAIN short AS char(20); CREATE DOMAIN shorter AS short; '
 PARTS = (
     'CREATE TABLE plants (id bigint PRIMARY KEY, name text, tag text) '
@@ -157,19 +158,16 @@ def test_table_that_may_lose_or_change_plants_is_refused(database, url, wrong):
         for error in assert_refused(LACKS, *uses(store), partial(list, store)):
             assert wrong.rstrip(',') in str(error)
         if wrong == 'lacks tag':
-            database.execute('ALTER TABLE plants ADD tag text', url=url)
+            database.execute(f'ALTER TABLE plants ADD {", ADD ".join(TEXTS)}', url=url)
             assert store.add(MOSS) is True
 
 
 @pytest.mark.parametrize('id_type', ['smallint', 'positive'])
 def test_table_of_another_program_keeps_plants_exactly(database, url, id_type):
     """Other types are fine if no text changes, and if ids are sorted as numbers."""
-    database.execute(
-        'CREATE DOMAIN positive AS bigint CHECK (VALUE > 0); '
-        'CREATE DOMAIN word AS varchar(200); '
-        f'CREATE TABLE plants (id {id_type} PRIMARY KEY, name word, tag text)',
-        url=url,
-    )
+    database.execute('CREATE DOMAIN positive AS bigint CHECK (VALUE > 0)', url)
+    database.execute('CREATE DOMAIN word AS varchar(200)', url)
+    database.execute(MADE.format('', id_type, 'word'), url)
     plants = [Plant(id, f'Fern{" " * id}', 'Wet') for id in (5, 9, 10, 100)]
     with open_store(url) as store:
         store.ping()
