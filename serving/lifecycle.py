@@ -127,7 +127,7 @@ def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterato
                         raise ValueError('it is in use')  # by another server
                 close_sockets([_sock_type(address)(address, cfg, log)])
             except (OSError, OverflowError, ValueError) as ex:
-                yield f'bind: choose another address with -b: {address}: {ex}'
+                yield f'bind: choose another address with -b or PORT: {address}: {ex}'
 
 
 def addresses(port: str) -> list[str]:
