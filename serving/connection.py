@@ -111,7 +111,7 @@ class Connection:
                 self.limit(server.keepalive or LINGER)
                 self.is_idle = not self._received
                 gevent.sleep(0)  # others go first
-                if self._received:  # and one pipeline at a time
+                if self._received:  # those who pipeline go one at a time
                     self.heard = self.deadline = NEVER
                     with server.pipelining:
                         poll()

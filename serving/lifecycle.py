@@ -51,7 +51,7 @@ def build() -> PlantsApp:
     if __version__ != GUNICORN:
         log.warning('gunicorn %s is not %s, which was tried', __version__, GUNICORN)
     try:
-        return make(WSGIApplication().cfg)  # as in a reload; gunicorn passes none
+        return make(WSGIApplication().cfg)  # read again: gunicorn passes none
     except (ValueError, OSError, RuntimeError, StoreError) as ex:
         log.critical('%s', ex)
         sys.exit(1)

@@ -65,7 +65,7 @@ class Master(Arbiter):  # type: ignore[misc]
         old = [each for each in workers if each.cfg is not self.cfg]
         # Before the first heartbeat it is the time of day, which is far greater.
         up = [each for each in workers if each.tmp.last_update() <= time.monotonic()]
-        if up:  # only a start may fail; the system keeps one byte of an exit code
+        if up:  # only a start may fail: no exit code, which is one byte, ends all now
             self.WORKER_BOOT_ERROR, self.APP_LOAD_ERROR = 256 + 3, 256 + 4
         if self.told is not self.cfg and not old and (up or not self.told):
             show_ready(self)

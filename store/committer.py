@@ -5,7 +5,7 @@ process, takes the calls that wait as one *batch*, appends their plants, makes t
 durable with one sync, and wakes the callers; then it takes the next. All that is
 critical happens in this thread: it also opens the store, answers pings, and closes.
 A caller does none of it, since it may be interrupted between any two instructions: it
-takes its call away, and nothing else. (In a load nobody waits.)
+takes its call away, and nothing else. (``load`` opens in its caller: no other waits.)
 
 **The committer outlives every exception.** What is raised while a batch is served is
 the outcome of its calls. Whatever else is raised, for want of memory, ends the thread;
@@ -116,7 +116,7 @@ class _Call:
     entries: Sequence[Entry]  # its plants; without any it is a ping
     size: int
     wake: Wake
-    # ``True`` or an error. It is set before the wake, which an interrupt may cost.
+    # ``True`` or an error. It is set before the wake, which an interrupt may lose.
     outcome: bool | StoreError | None = None
 
 

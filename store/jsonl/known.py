@@ -110,7 +110,7 @@ class Known:
                     said, percent = now, 100 * (end - start) // (size - start)
                     log.info('%s: %d %% read', self._path, percent)
 
-        # An index of its own for the first read, or the first that does not fail.
+        # Until one read has worked each has a new index: a failed one leaves nothing.
         plants = self.plants if tail else Index()
         enter = plants.enter if tail else plants.load
         repeats = enter(chain.from_iterable(lines()))

@@ -130,7 +130,7 @@ def blank(
 
     REQUIRES: the lock.
     """
-    for _, end in spans:  # or each attempt on a disk that fails would leave a copy
+    for _, end in spans:  # as it is: a disk that fails must fail before the copy
         disk.write(fd, os.pread(fd, 1, end - 1), end - 1)
     sync()
     side = disk.copy_aside(path, fd, spans, kind)

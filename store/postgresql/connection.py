@@ -53,7 +53,7 @@ class Connection:
         self._target = target
         self._within = READ_WITHIN if to_read else ANSWER_WITHIN
         self._closing = target.scheduler.allocate_lock()
-        self._closing.acquire()  # until then
+        self._closing.acquire()  # ``close`` releases it
         self._session = target.connect(to_read=to_read)
         self._session.add_notice_handler(self._note)
         try:
@@ -98,7 +98,7 @@ class Connection:
                     self._session.rollback()  # of an explicit BEGIN
             self._due = inf
             raise self._target.explain(ex) from None  # NOTE: psycopg's has DETAIL
-        self._due = inf  # not in a finally: psycopg may still hold its lock then
+        self._due = inf  # not in a finally: an interrupt may leave psycopg its lock
         # If its wait for a standby is cancelled, a commit succeeds, with a warning.
         if self._warning:
             raise self._target.unavailable('sync', self._warning)
