@@ -35,7 +35,7 @@ class JSONLinesStore(CommittedStore):
         if create:
             with disk.Refusing(self.path):
                 disk.make_file(self.path)
-        self._known = Known(self.path)  # what each opening starts with
+        self._known = Known(Path(path).absolute())  # by its name: links may change
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()

@@ -53,10 +53,12 @@ def test_new_file_is_made_where_a_link_leads(path, monkeypatch, caplog):
     store = open_store('jsonl:link')
     monkeypatch.chdir('/')
     assert path.read_bytes() == b''
-    assert caplog.records[0].levelname == 'WARNING'
-    assert str(path) in caplog.text
+    assert (caplog.records[0].levelname, caplog.records[0].args) == ('WARNING', (path,))
     with store, open_store(f'jsonl:{path}') as other:
         assert (store.add(FERN), other.add(FERN)) == (True, False)
+        path.with_name('link').unlink()
+        path.with_name('link').write_bytes(lines(FERN))  # on a larger disk
+        assert_raise(StoreUnavailable, partial(store.add, MOSS), match='replaced')
     JSONLinesStore(path).load()
     assert f'{path}: it has 1 plants' in caplog.text
 
