@@ -83,8 +83,9 @@ class Known:
         self.check_same(status)
         if not status.st_nlink:
             raise FileNotFoundError
-        if (missing := max(end, self._length[0]) - status.st_size) > 0:
-            raise OSError(SHORT % missing)
+        self._length[0] = length = max(end, self._length[0])
+        if length > status.st_size:
+            raise OSError(SHORT % (length - status.st_size))
         if os.pread(fd, len(tail), end - len(tail)) != tail:
             raise OSError(CHANGED)
         return status

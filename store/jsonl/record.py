@@ -117,7 +117,6 @@ def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
 
 def line_at(fd: int, offset: int) -> Line:
     """Return the line that begins at an offset; its ``end`` holds only for a record."""
-    text = b''
     for size in NEAR, FAR, LONGEST + 1:
         text = os.pread(fd, size, offset)
         if feed := text.find(b'\n') + 1:
@@ -149,11 +148,10 @@ def chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
     """
     start = start or first_offset(fd)
     while start < end and (chunk := os.pread(fd, min(disk.CHUNK, end - start), start)):
-        if cut := chunk.rfind(b'\n') + 1:
+        stop = start + (cut := chunk.rfind(b'\n') + 1)
+        if cut:
             chunk = chunk[:cut]
-            stop = start + cut
         else:
-            stop = start
             for data in disk.pieces(fd, start, end):
                 stop += (feed := data.find(b'\n') + 1) or len(data)
                 if feed:

@@ -98,9 +98,11 @@ def test_child_writes_no_file_that_was_there_meanwhile(path, store):
     assert path.read_bytes() == content + lines(OAK)
 
 
-def test_what_another_worker_synced_is_known(path, store):
-    """A worker refuses a file that lacks what another one, now gone, has synced."""
+@pytest.mark.parametrize('others', [b'', lines(IVY)])
+def test_what_another_worker_synced_is_known(path, store, others):
+    """A worker refuses a file that lacks what another one, now gone, knew as synced."""
     loaded = path.stat().st_size
+    append(path, others)
     in_child(lambda: store.add(IVY))
     os.truncate(path, loaded)
     add = partial(store.add, OAK)
