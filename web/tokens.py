@@ -135,7 +135,7 @@ class TokensFile(Tokens):
             if not stat.S_ISREG(status.st_mode) or status.st_size > LONGEST:
                 raise ValueError(f'it is not a regular file of at most {LONGEST} bytes')
             # A young one is perhaps being written.
-            is_young = 0 <= time.time() - status.st_ctime < 2 * self.CHECK_EVERY
+            is_young = abs(time.time() - status.st_ctime) < 2 * self.CHECK_EVERY
             seen = _version(status)
             if not (is_young or (seen == version and is_newest)):
                 with open(os.open(self.path, os.O_NONBLOCK), 'rb') as file:

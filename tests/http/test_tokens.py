@@ -173,7 +173,7 @@ def test_file_counts_when_it_has_not_changed_for_a_moment(path, monkeypatch, cap
     assert tokens.find(OTHER) is None  # looked at once a second
     now += 0.1
     assert tokens.find(OTHER) == 'token-1'
-    for text, new_age in ('a b c', 2), (half, 1), (half, -60):  # of another clock
+    for text, new_age in ('a b c', 2), (half, 1), (half, -1), (half, -60):  # of others
         path.write_text(text)
         now, age = now + 1, new_age
         tokens.refresh()
