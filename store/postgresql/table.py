@@ -14,8 +14,8 @@ TYPES = [f', {it} text{"" if it in OPTIONAL else " NOT NULL"}' for it in TEXTS]
 CREATE = f'CREATE TABLE IF NOT EXISTS plants (id bigint PRIMARY KEY{"".join(TYPES)})'
 FIND = """SELECT concat(quote_ident(nspname), '.plants'),
 nspname = ANY(current_schemas(false)) AS is_on_path
-FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
-WHERE relname = 'plants' AND nspname !~ '^pg_'"""
+FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace AND nspname !~ '^pg_'
+WHERE relname = 'plants' AND (relkind ~ '[fmprv]' OR nspname = current_schema())"""
 # Other types, also under a domain, may change texts, round ids, or sort them as texts.
 MEMBERS = ["('id', 'bigint', '{int8,int4,int2}')"]
 MEMBERS += [f"('{it}', 'text', '{{text,varchar}}')" for it in TEXTS]
@@ -120,6 +120,7 @@ class Table:
         """Return the name of the table, or nothing if there is none.
 
         A table elsewhere may be ours, since a role may have got another search_path.
+        An index, a sequence or a type is none, but where it has the name of a new one.
         """
         rows = connection.execute(FIND)
         found = [name for name, is_on_path in rows if is_on_path]

@@ -24,10 +24,8 @@ FERN = Plant(1, 'Fern')
 REED = Plant(1, 'Reed')
 MOSS = Plant(2, 'Moss', 'shade')
 RIGHTS = ['SELECT ON plants', 'INSERT ON plants', 'UPDATE (id) ON plants']
-HIDING = (
-    'ALTER TABLE plants ENABLE ROW LEVEL SECURITY; '
-    "CREATE POLICY hiding ON plants USING (name <> 'Fern')"
-)
+SECURED = 'ALTER TABLE plants ENABLE ROW LEVEL SECURITY; '
+HIDING = f"{SECURED}CREATE POLICY hiding ON plants USING (name <> 'Fern')"
 SENT = 'a secret'  # a traceback shows the lines of this module
 LOGIN = 'the database refuses the connection'
 ALTERED = 'the table plants changes what is added'
@@ -186,9 +184,10 @@ def test_second_table_is_not_made(database):
     """If the search_path no longer leads to the table, no other one is made."""
     database.execute('CREATE DATABASE lonely')  # without tables of other tests
     lonely = database.url().replace('/postgres', '/lonely')
-    path = 'the search_path does not lead to one table plants'
+    why = 'the search_path does not lead to one table plants'
     change = 'ALTER DATABASE lonely SET search_path = '
     database.execute('CREATE SCHEMA other', url=lonely)
+    database.execute('CREATE SCHEMA its CREATE SEQUENCE plants', url=lonely)  # no table
     with open_store(lonely) as first:
         first.add(FERN)
         database.execute(f'{change} other')
@@ -197,22 +196,21 @@ def test_second_table_is_not_made(database):
         with pytest.raises(IdTaken):  # it names its table with the schema
             first.add(REED)
     with open_store(lonely) as store:
-        every = *uses(store), partial(list, store), store.load
-        for error in assert_refused(path, *every):
-            assert 'public.plants' in str(error)
+        for ex in assert_refused(why, *uses(store), partial(list, store), store.load):
+            assert 'public.plants' in str(ex)
     assert not has_table(database, lonely)
     # Who names the schema in the URL wants a table there.
     with open_store(f'{lonely}?options=-csearch_path%3Dother') as store:
         assert store.add(REED) is True
     database.execute(f'{change} other, public')
     with open_store(lonely) as store:
-        for error in assert_refused(path, store.ping, partial(list, store)):
+        for error in assert_refused(why, store.ping, partial(list, store)):
             assert 'other.plants' in str(error)
 
 
 BAD = "IF NEW.name = 'bad' THEN {}; END IF"
 POLICY = (
-    'ALTER TABLE plants ENABLE ROW LEVEL SECURITY; '
+    f'{SECURED}'
     'CREATE POLICY reading ON plants FOR SELECT USING (true); '
     'CREATE POLICY locking ON plants FOR UPDATE USING (true); '
     "CREATE POLICY adding ON plants FOR INSERT WITH CHECK (name <> 'bad')"

@@ -48,12 +48,11 @@ def counts(output):
     return tuple(map(int, re.search(pattern, output.decode()).groups()))
 
 
-@pytest.mark.parametrize(
-    ('source', 'target'), [('jsonl', 'postgresql'), ('postgresql', 'jsonl')]
-)
-def test_copy_counts_plants(make, run, monkeypatch, source, target):
+@pytest.mark.parametrize('source', ['jsonl', 'postgresql'])
+def test_copy_counts_plants(make, run, monkeypatch, source):
     """The target gets the plants that it lacks, and keeps its own in conflicts."""
     monkeypatch.setitem(sys.modules, 'tqdm', None)  # it may be missing
+    [target] = {'jsonl', 'postgresql'} - {source}
     source, target = make(source, REED, MOSS, IVY), make(target, FERN, MOSS)
     for copied in 1, 0:  # nothing the second time
         code, output, _ = run('copy', source, target)
