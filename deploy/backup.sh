@@ -11,7 +11,10 @@ umask 077
 
 directory=${1:?usage: backup.sh DIRECTORY [KEEP]}
 keep=${2:-14}
-[ "$keep" -ge 1 ] || { echo 'KEEP is a number from 1 on' >&2; exit 2; }
+[ $# -le 2 ] && expr "x$keep" : 'x[1-9][0-9]*$' > /dev/null || {
+    echo 'give DIRECTORY, and perhaps KEEP, which is a number from 1 on' >&2
+    exit 2
+}
 program=$0
 [ ! -L "$program" ] || program=$(readlink -f "$program")
 checkout=$(CDPATH='' cd "$(dirname "$program")/.." && pwd)

@@ -143,6 +143,7 @@ FAILURES = {
     'disk full': (LINES, FULL),
     'fewer plants': (LINES[:1], {}),
     'keeps none': (LINES, {'keep': '0'}),
+    'keeps no number': (LINES, {'keep': '+1'}),
 }
 
 
