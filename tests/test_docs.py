@@ -84,12 +84,13 @@ def test_program_runs(tmp_path, code):
     code = code.replace('/opt/plants', str(REPOSITORY))
     prefix = '/garden' if '/garden' in code else ''
     serves = 'application' in code
-    if serves:
-        code += ADD.replace('PREFIX', prefix)
+    code += serves * ADD.replace('PREFIX', prefix)
     environment = {'PATH': os.environ['PATH'], 'PYTHONPATH': str(REPOSITORY)}
     (tmp_path / 'plants.jsonl').touch()  # a new one is told
-    done = finished([sys.executable, '-c', code], cwd=tmp_path, env=environment)
+    given = {'cwd': tmp_path, 'env': environment, 'input': '{"id":1,"name":"\x85"}\n\n'}
+    done = finished([sys.executable, '-c', code], **given)
     assert (done.returncode, done.stderr) == (0, '')
+    assert 'stdin' not in code or done.stdout == '{"id": 1, "name": "\\u0085"}\n'
     if serves:
         assert done.stdout == '{"name": "Fern"}\n' + ('home\n' if prefix else '')
         assert (tmp_path / 'plants.jsonl').read_bytes() == encode(Plant(1, 'Fern'))
