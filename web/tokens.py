@@ -101,7 +101,7 @@ class TokensFile(Tokens):
     _next_look = 0.0
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()  # whatever the directory is later
         # Of all processes: the hash of the version that was read last, and failures.
         shared = memoryview(mmap.mmap(-1, 16)).cast('q')
         self._newest, self.failures = shared[:1], shared[1:]

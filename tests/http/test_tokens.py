@@ -235,11 +235,11 @@ def test_file_that_cannot_be_read_may_revoke_all(path, monkeypatch):
     with monkeypatch.context() as patch:  # a start waits for a lease, of Samba
         lease = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         patch.setattr(os, 'open', Mock(side_effect=[lease, os.open(path, os.O_RDONLY)]))
-        client = serve_tokens(TokensFile(path))
+        patch.chdir(path.parent)  # only now
+        client = serve_tokens(TokensFile(path.relative_to(path.parent)))
     replace(path, OTHER)
     with monkeypatch.context() as patch:
-        no_file = OSError(errno.EMFILE, 'Too many open files')
-        patch.setattr(os, 'open', Mock(side_effect=no_file))
+        patch.setattr(os, 'open', Mock(side_effect=OSError(errno.EMFILE, 'open files')))
         answer = client.add(FERN, authorization=f'Bearer {TOKEN}')
         assert 'open files' in assert_error(answer, 50300)
     assert value_of(client, f'Bearer {OTHER}') == 0
