@@ -314,8 +314,7 @@ def test_unsafe_database_is_warned_of(database, url, caplog):
 def test_database_must_be_utf8(database):
     """A database whose encoding does not hold every text as it is is refused."""
     database.execute('CREATE DATABASE bytes TEMPLATE template0 ENCODING SQL_ASCII')
-    url = database.url().replace('/postgres', '/bytes')
-    with open_store(url) as store:
+    with open_store(database.url().replace('/postgres', '/bytes')) as store:
         assert_refused(LACKS, store.ping, partial(list, store))
 
 
@@ -357,6 +356,7 @@ def test_forms_of_a_url(database, url, sealed):
 # What is replaced in a URL, by what; the reason, and what the detail has, of each host.
 WRONG_URLS = {
     'password': ('sealed:', 'sealed:not-', LOGIN, 'authentication'),
+    'method': ('[?]', '?require_auth=md5&', LOGIN, 'method requirement'),
     'database': ('/postgres[?]', '/nowhere?', LOGIN, '"nowhere" does not exist'),
     'kinds': ('@(.*)/postgres', r'@[::1]:1,\1/nowhere', LOGIN, '::1.*nowhere'),
 }
