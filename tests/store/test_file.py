@@ -122,14 +122,15 @@ CHANGES = {
 @pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
 def test_changed_file_is_refused_until_it_is_back(path, change):
     """Each use says so, nothing is made anew, and the store goes on by itself."""
-    with open_store(f'jsonl:{path}') as store:
+    with open_store(f'jsonl:{path}') as store, open_store(f'jsonl:{path}') as unused:
         store.add_many(PLANTS)
         away = path.rename(path.with_name('away'))
         change(path, away)
         before = {it: it.read_bytes() for it in path.parent.iterdir()}
         for plant in FERN, OAK, FERN._replace(name='Reed'):
-            add = partial(store.add, plant)
-            assert_raise(StoreUnavailable, add, store.ping, match='the file ')
+            uses = [store.ping, partial(store.add, plant)]
+            uses += [unused.ping] * away.exists()  # of a worker that starts now
+            assert_raise(StoreUnavailable, *uses, match='the file ')
         assert before == {it: it.read_bytes() for it in path.parent.iterdir()}
         if away.exists():
             away.rename(path)
@@ -297,9 +298,7 @@ def test_bulk_add_writes_little_at_once(path, disk):
     """A write has 1 MiB, in bytes, or one plant: so much may be unsynced at a crash."""
     sizes = []
     with JSONLinesStore(path) as store:
-        disk.before = lambda name, *call: (
-            name == 'pwrite' and sizes.append(len(call[1]))
-        )
+        disk.before = lambda name, *it: name == 'pwrite' and sizes.append(len(it[1]))
         store.add_many([Plant(id, '\1' * 50_000) for id in range(20)])
     assert len(sizes) > 5
     assert max(sizes) <= 2**20
