@@ -81,6 +81,7 @@ class Database:
                 connection.execute('PRAGMA synchronous = EXTRA')
                 if self._create:
                     connection.execute(TABLE)
+                    self._create = False  # an empty one would give its ids again
                 with connection:
                     connection.execute('BEGIN IMMEDIATE')
                     yield connection

@@ -5,7 +5,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from store import Plant, open_store
+from store import Plant, StoreUnavailable, open_store
 
 # Before the import: pytest then shows the values in an assertion that fails.
 pytest.register_assert_rewrite('contract')
@@ -41,3 +41,11 @@ class TestSQLiteStore(StoreContract):
         store.path.write_bytes(b'not a database ' * 1000)
         yield
         store.path.write_bytes(kept)
+
+    def test_lost_file_is_not_made_again(self, store):
+        """A new one would give its ids again."""
+        store.add(Plant(1, 'Fern'))
+        store.path.unlink()
+        with pytest.raises(StoreUnavailable):
+            store.add(Plant(1, 'Rose'))
+        assert not store.path.exists()
