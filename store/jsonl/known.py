@@ -107,7 +107,7 @@ class Known:
                 read = end, tail
                 if end < at + len(chunk):
                     break
-                if (now := time.monotonic()) - said > PROGRESS_EVERY:
+                if end < size and (now := time.monotonic()) - said > PROGRESS_EVERY:
                     said, percent = now, 100 * (end - start) // (size - start)
                     log.info('%s: %d %% read', self._path, percent)
 

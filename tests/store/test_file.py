@@ -132,10 +132,7 @@ def test_changed_file_is_refused_until_it_is_back(path, change):
             uses += [unused.ping] * away.exists()  # of a worker that starts now
             assert_raise(StoreUnavailable, *uses, match='the file ')
         assert before == {it: it.read_bytes() for it in path.parent.iterdir()}
-        if away.exists():
-            away.rename(path)
-        else:
-            path.write_bytes(lines(*PLANTS))
+        away.rename(path) if away.exists() else path.write_bytes(lines(*PLANTS))
         assert_stored(store, PLANTS, free=[100])
         path.parent.rename(moved := path.parent.with_name('moved'))
         assert_raise(StoreUnavailable, store.ping, match='the file is not there')
@@ -245,8 +242,10 @@ def test_lease_of_another_program_is_waited_for(path):
 
 
 @pytest.mark.parametrize('torn', [b'', b'{"id":7,"na'])
-def test_many_lines_are_read_without_the_lock(path, disk, monkeypatch, torn):
-    """Others go on beside a store that is far behind, or that opens."""
+def test_many_lines_are_read_without_the_lock(path, disk, monkeypatch, caplog, torn):
+    """Others go on beside a store that is far behind, or that opens, and says so."""
+    caplog.set_level('INFO')
+    monkeypatch.setattr('store.jsonl.known.PROGRESS_EVERY', -1)
     monkeypatch.setattr(plant_file, 'NEAR', 1000)
     far = [Plant(id, 'Oak' * 99) for id in range(100, 120)]
     with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
@@ -263,6 +262,8 @@ def test_many_lines_are_read_without_the_lock(path, disk, monkeypatch, torn):
             gate.set()
             assert late.result()
         disk.resume()
+        # The last lines are read under it.
+        assert ('% read' in caplog.text, '100 % read' in caplog.text) == (True, False)
         assert_stored(store, [FERN, MOSS, OAK, *far])
 
 
