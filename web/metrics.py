@@ -97,6 +97,7 @@ class Metrics(ReadOnlyResource):
         yield core.InfoMetricFamily('plant_store_build', help, {'version': __version__})
         ready = False
         with suppress(Exception):  # /readyz reports the reason
+            self._tokens.find('')
             self._store.ping()
             ready = True
         yield core.GaugeMetricFamily('plants_store_ready', 'Whether adds work.', ready)

@@ -16,7 +16,7 @@ from exchange import OTHER, Client, assert_error, table
 from machine import only_worker
 from rawclient import TOKEN
 from server import Server, request
-from test_contract import FERN
+from test_metrics import FERN, read_metrics
 from waiting import in_threads, wait_until
 
 from app import create_app
@@ -236,12 +236,14 @@ def test_file_that_cannot_be_read_may_revoke_all(path, monkeypatch):
         lease = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         patch.setattr(os, 'open', Mock(side_effect=[lease, os.open(path, os.O_RDONLY)]))
         patch.chdir(path.parent)  # only now
-        client = serve_tokens(TokensFile(path.relative_to(path.parent)))
+        file = TokensFile(path.relative_to(path.parent))
+        client = serve_tokens(file, metrics_token='for-metrics')
     replace(path, OTHER)
     with monkeypatch.context() as patch:
-        patch.setattr(os, 'open', Mock(side_effect=OSError(errno.EMFILE, 'open files')))
-        answer = client.add(FERN, authorization=f'Bearer {TOKEN}')
-        assert 'open files' in assert_error(answer, 50300)
+        patch.setattr(os, 'open', Mock(side_effect=OSError(errno.EMFILE, 'no file')))
+        both = client.add(FERN, authorization=f'Bearer {TOKEN}'), client.get('/readyz')
+        assert ['no file' in assert_error(each, 50300) for each in both] == [True] * 2
+        assert 'plants_store_ready 0.0' in read_metrics(client)
     assert value_of(client, f'Bearer {OTHER}') == 0
     assert value_of(client, f'Bearer {TOKEN}') == 40101
 
