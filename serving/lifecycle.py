@@ -91,8 +91,8 @@ def make(cfg: Config, served: Any = None) -> PlantsApp:
             if not (cfg.check_config or cfg.print_config):
                 _load(app, makes=not served)
     except OSError as ex:
-        names = 'user/group, certfile, keyfile, worker_tmp_dir, PLANTS_TOKENS_FILE'
-        raise ValueError(f'{names}: {ex}') from ex
+        names = 'user/group, certfile, keyfile, ca_certs, ciphers, worker_tmp_dir'
+        raise ValueError(f'{names}, PLANTS_TOKENS_FILE: {ex}') from ex
     return app
 
 

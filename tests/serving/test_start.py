@@ -53,7 +53,7 @@ REFUSED = {
     'of gunicorn': ({OPTIONS: f'-w 0 {IDLE}'}, ['workers', *NAMES], 1),
     'log': ({OPTIONS: '--log-level x --log-config-json x'}, ['loglevel', 'logcon'], 1),
     'sockets of systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, SOCKETS, 1),
-    'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile'], 1),
+    'authority': ({OPTIONS: '--certfile no --ca-certs no'}, ['keyfile, ca_certs'], 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
     'addresses': ({OPTIONS: TAKEN}, ['already', '65535', 'taken', 'a/b', 'damaged'], 0),
