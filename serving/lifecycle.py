@@ -35,11 +35,12 @@ GUNICORN = '27.0.1'  # as in requirements.txt
 ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
 ONE_WORKER = 'PLANTS_STORE: memory: needs one worker'
 # How the names of gunicorn's settings begin that have no effect on our worker.
-NO_EFFECT = re.compile(
+NO_EFFECT = (
     'asgi_|casefold_|dirty_|do_handshake_|dogstatsd_|enable_backlog_|forwarder_|'
     'header_map|http|limit_request_|on_dirty_|permit_|post_request|pre_request|'
     'protocol|proxy_|reload|root_path|ssl_version|statsd_|strip_header_|'
     'suppress_ragged_|threads|tmp_upload_|uwsgi_|websocket_|control_socket(_mode)?$'
+    f'{"" if "setproctitle" in sys.modules else "|proc_name"}'  # it is optional
 )
 
 
@@ -113,10 +114,11 @@ def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterato
         yield 'PLANTS_STORE: memory: needs a restart'
     if not settings.tokens and (served.settings.tokens if served else cfg.daemon):
         yield 'PLANTS_TOKENS: nobody would see a made token: set it'
-    idle = NO_EFFECT if ours else re.compile('reload|statsd_')
+    idle = NO_EFFECT if ours else 'reload|statsd_'
+    idle += '' if cfg.is_ssl else '|ca_certs|cert_reqs|ciphers|ssl_context'
     for name, setting in cfg.settings.items():
-        if idle.match(name) and setting.get() != type(setting)().get():
-            yield f'{name}: it has no effect here; SIGHUP is for new settings'
+        if re.match(idle, name) and setting.get() != type(setting)().get():
+            yield f'{name}: it has no effect here (TLS: certfile; reload: SIGHUP)'
     is_bound = served or os.environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}
     if not (is_bound or cfg.reuse_port or cfg.check_config or cfg.print_config):
         for address in [each for each in cfg.address if not isinstance(each, int)]:
