@@ -24,7 +24,8 @@ from web.tokens import show_token
 
 log = logging.getLogger('plants')
 
-FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'worker_class'  # in reloads
+FIXED = ['bind', 'reuse_port', 'user', 'group', 'pidfile', 'worker_class']  # in reloads
+FIXED += ['backlog', 'daemon', 'initgroups', 'preload_app', 'umask', 'wsgi_app']
 LATE = 2.0  # seconds between two looks at the workers, if this process was paused
 
 

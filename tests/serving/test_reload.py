@@ -50,7 +50,7 @@ def test_reload_reads_settings_and_schemas(checkout):
 
 
 FIXED = {'bind': '127.0.0.1:1', 'reuse_port': True, 'user': 1, 'group': 1}
-FIXED |= {'pidfile': 'new.pid', 'worker_class': 'gthread'}
+FIXED |= {'pidfile': 'new.pid', 'worker_class': 'gthread', 'backlog': 1, 'umask': 1}
 # A line at the end of gunicorn.conf.py, and what the log then names.
 REFUSED = {
     **{name: (f'{name} = {value!r}', name) for name, value in FIXED.items()},
