@@ -28,6 +28,7 @@ def test_units_are_sound_and_hardened(tmp_path):
         text = re.sub('(?m)^ExecStart=.*', 'ExecStart=/bin/true', path.read_text())
         (tmp_path / path.name).write_text(text)
     tries = r'(?s)\nStartLimitIntervalSec=0\n.*\nRestartSec=[2-9]\nOOMPolicy=cont'
+    assert re.search('EnvironmentFile=.*', SERVICE.read_text())[0] in BACKUP
     assert re.search(tries, SERVICE.read_text()), 'it never gives up'
     done = finished([analyze, 'verify', *sorted(tmp_path.iterdir())])
     assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
@@ -39,15 +40,14 @@ def test_units_are_sound_and_hardened(tmp_path):
 
 def test_reload_and_restart_refuse_no_client(tmp_path):
     """Clients wait; the main process of a reload stays. This stands in for systemd."""
-    state, checkout = tmp_path / 'state', tmp_path / 'installed'
+    (state := tmp_path / 'state').mkdir()
+    (checkout := tmp_path / 'installed').mkdir()
     text = SERVICE.read_text().replace('/opt/plants/.venv/bin', str(SCRIPTS))
     text = text.replace('/opt/plants', str(checkout)).replace('%d', str(tmp_path))
     text = text.replace('/var/lib/plants', str(state))
     lines = re.findall(r'^(\w+)=(.*)$', text, re.M)
     unit = dict(lines)
     variables = dict(x.split('=', 1) for name, x in lines if name == 'Environment')
-    for directory in state, checkout:
-        directory.mkdir()
     copy_checkout(checkout)
     (tmp_path / unit['LoadCredential'].split(':')[0]).write_text(TOKEN)
     assert (unit['Type'], unit['WorkingDirectory']) == ('notify', str(checkout))
