@@ -176,6 +176,8 @@ def show_ready(server: Any) -> None:
         url = url.replace('http:', 'https:')
     if settings.tokens is None and not server.told:
         show_token(url)
+    if server.systemd and server.cfg.bind != ['127.0.0.1:8000']:  # or PORT is set
+        log.warning('bind: it has no effect beside the sockets of systemd')
     what, store = 'reloaded' if server.told else 'started', masked(settings.store)
     log.info('%s: the store %s is ready; to try it: %s/docs', what, store, url)
 
