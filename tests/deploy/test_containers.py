@@ -97,7 +97,7 @@ def test_manifest_is_valid_and_its_container_starts(name, checkout):
     pod = controller['spec']['template']['spec']
     [container], security = pod['containers'], pod['securityContext']
     user = f'{security["runAsUser"]}:{security["runAsGroup"]}'
-    assert [user] == instructions('USER')
+    assert ['chmod -R a+rX .', user] == instructions('RUN')[2:] + instructions('USER')
     [version] = re.findall(r'image\.version="(.*?)"', ''.join(instructions('LABEL')))
     assert container['image'].endswith(f':{version}')
     ours = {x['name']: x['value'] for x in container['env'] if 'value' in x}
