@@ -13,7 +13,7 @@ from pathlib import Path
 from server import PATIENCE, REPOSITORY, ROOMS, RawClient
 
 
-def client_at(path):
+def client_at(path, trust=None):
     """Return a client of the Unix socket at a path."""
     connected = socket.socket(socket.AF_UNIX)
     connected.settimeout(PATIENCE)
@@ -22,7 +22,7 @@ def client_at(path):
     except OSError:
         connected.close()
         raise
-    return RawClient(over=connected)
+    return RawClient(over=connected, trust=trust)
 
 
 def only_worker(server):

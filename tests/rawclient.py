@@ -53,9 +53,9 @@ class RawClient:
         if over is None:
             bound = source and (source, 0)
             over = socket.create_connection(('127.0.0.1', port), PATIENCE, bound)
-            if trust:
-                over = trust.wrap_socket(over, server_hostname='localhost')
-                over.suppress_ragged_eofs = False  # the end of TLS comes first
+        if trust:
+            over = trust.wrap_socket(over, server_hostname='localhost')
+            over.suppress_ragged_eofs = False  # the end of TLS comes first
         self._socket = over
         self._stream = self._socket.makefile('rb')
 
