@@ -68,9 +68,10 @@ def test_make_run_installs_what_is_pinned_and_serves(checkout):
 # As a venv that is killed when it has removed what was there, and as locks of NFS are.
 NEIGHBOURS = """import fcntl, os, subprocess
 fcntl.flock = lambda file, how: how & fcntl.LOCK_EX and os.write(file.fileno(), b'')
-subprocess.call = lambda all: '--clear' in all and os.unlink('.venv/pyvenv.cfg') or 9
+def call(all, **_): return '--clear' in all and os.unlink('.venv/pyvenv.cfg') or CODE
+subprocess.call, subprocess.check_output = call, lambda *_, **_how: ''
 """
-STAMPS = [('--help', 1, 2), ('deploy/run', 1, 2), ('.venv/run', 9, 1)]
+STAMPS = [('--help', 1, 2), ('deploy/x', 1, 2), ('.venv/run', 9, 1), ('.venv/x', 0, 1)]
 
 
 @pytest.mark.parametrize(('stamp', 'code', 'left'), STAMPS)
@@ -80,14 +81,15 @@ def test_environment_alone_is_emptied_and_remains_one(checkout, stamp, code, lef
     for name in 'requirements.txt', 'deploy/file', '.venv/pyvenv.cfg', '.venv/file':
         (checkout / name).parent.mkdir(exist_ok=True)
         (checkout / name).touch()
-    (checkout / 'sitecustomize.py').write_text(NEIGHBOURS)
+        os.utime(checkout / name, (2e9, 2e9))  # the clock was ahead
+    (checkout / 'sitecustomize.py').write_text(NEIGHBOURS.replace('CODE', str(code)))
     before = sorted(checkout.rglob('*'))
     command = [sys.executable, '-B', '.ci/install.py', stamp, 'requirements.txt']
     for _ in range(2):
         done = finished(command, cwd=checkout, env=os.environ | {'PYTHONPATH': '.'})
         assert done.returncode == code, done.stderr
         assert (sorted(checkout.rglob('*')) == before) == (code == 1)
-    assert len([*checkout.glob('*/file')]) == left
+    assert (len([*checkout.glob('*/file')]), 'once' in done.stdout) == (left, code == 9)
 
 
 # Settings of gunicorn that our pages promise.
