@@ -53,7 +53,7 @@ REFUSED = {
     'of gunicorn': ({OPTIONS: f'-w0 -n x {IDLE}'}, ['workers', *NAMES, 'proc_name'], 1),
     'log': ({OPTIONS: '--log-level x --log-config-json x'}, ['loglevel', 'logcon'], 1),
     'sockets of systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, SOCKETS, 1),
-    'authority': ({OPTIONS: '--certfile no --ca-certs no'}, ['keyfile, ca_certs'], 1),
+    'TLS': ({OPTIONS: '-b :0 --certfile no --ca-certs no'}, ['keyfile, ca_certs'], 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
     'addresses': ({OPTIONS: TAKEN}, ['already', '65535', 'taken', 'a/b', 'damaged'], 0),
