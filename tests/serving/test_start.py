@@ -46,13 +46,12 @@ WRONG = {OPTIONS: '--env PLANTS_LOG=x', 'PLANTS_MAX_BODY': '0'}
 WRONG |= {'PLANTS_STORE': f'sql:{SECRET}'}
 IDLE = '--reload --proxy-protocol --limit-request-fields=9 --statsd-host=:1 --ciphers=A'
 NAMES = [word.replace('-', '_') for word in re.findall(r'--([a-z-]+)', IDLE)]
-SOCKETS = ['LISTEN_FDS', 'LISTEN_PID']
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
 REFUSED = {
     'ours': (WRONG, ['PLANTS_LOG', 'PLANTS_MAX_BODY', 'PLANTS_STORE'], 1),
     'of gunicorn': ({OPTIONS: f'-w0 -n x {IDLE}'}, ['workers', *NAMES, 'proc_name'], 1),
     'log': ({OPTIONS: '--log-level x --log-config-json x'}, ['loglevel', 'logcon'], 1),
-    'sockets of systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, SOCKETS, 1),
+    'systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, ['LISTEN_F', 'LISTEN_P'], 1),
     'TLS': ({OPTIONS: '-b :0 --certfile no --ca-certs no'}, ['keyfile, ca_certs'], 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
