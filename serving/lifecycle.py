@@ -114,7 +114,7 @@ def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterato
     if not settings.tokens and (served.settings.tokens if served else cfg.daemon):
         yield 'PLANTS_TOKENS: nobody would see a made token: set it'
     idle = NO_EFFECT if ours else 'reload|statsd_'
-    idle += '' if cfg.is_ssl else '|ca_certs|cert_reqs|ciphers|ssl_context'
+    idle += '' if cfg.certfile else '|ca_certs|cert_reqs|ciphers|keyfile|ssl_context'
     for name, setting in cfg.settings.items():
         if re.match(idle, name) and setting.get() != type(setting)().get():
             yield f'{name}: it has no effect here (TLS: certfile; reload: SIGHUP)'

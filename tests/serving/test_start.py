@@ -44,7 +44,7 @@ DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
 TAKEN = '-b 127.0.0.1:{} -b 127.0.0.1:65536 -b unix:taken -b unix:a/b -b unix:damaged'
 WRONG = {OPTIONS: '--env PLANTS_LOG=x', 'PLANTS_MAX_BODY': '0'}
 WRONG |= {'PLANTS_STORE': f'sql:{SECRET}'}
-IDLE = '--reload --proxy-protocol --limit-request-fields=9 --statsd-host=:1 --ciphers=A'
+IDLE = '--reload --proxy-protocol --limit-request-fields=9 --statsd-host=:1 --keyfile=k'
 NAMES = [word.replace('-', '_') for word in re.findall(r'--([a-z-]+)', IDLE)]
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
 REFUSED = {
