@@ -37,9 +37,9 @@ ONE_WORKER = 'PLANTS_STORE: memory: needs one worker'
 # How the names of gunicorn's settings begin that have no effect on our worker.
 NO_EFFECT = (
     f'{"" if "setproctitle" in sys.modules else "proc_name|"}asgi_|casefold_|dirty_|'
-    'do_|dogstatsd_|enable_backlog_|forwarder_|header_map|http|limit_|on_dirty_|permit_|'
-    'post_request|pre_request|protocol|proxy_|reload|root_|ssl_version|statsd_|strip_|'
-    'suppress_|threads|tmp_upload_|uwsgi_|websocket_|control_socket(_mode)?$'
+    'do_|dogstatsd_|enable_backlog_|forwarder_|header_map|http|limit_|on_dirty_|'
+    'permit_|post_request|pre_request|protocol|proxy_|reload|root_|ssl_version|statsd_|'
+    'strip_|suppress_|threads|tmp_upload_|uwsgi_|websocket_|control_socket(_mode)?$'
 )
 
 
