@@ -36,10 +36,10 @@ ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
 ONE_WORKER = 'PLANTS_STORE: memory: needs one worker'
 # How the names of gunicorn's settings begin that have no effect on our worker.
 NO_EFFECT = (
-    f'{"" if "setproctitle" in sys.modules else "proc_name|"}asgi_|casefold_|dirty_|'
-    'do_|dogstatsd_|enable_backlog_|forwarder_|header_map|http|limit_|on_dirty_|'
-    'permit_|post_request|pre_request|protocol|proxy_|reload|root_|ssl_version|statsd_|'
-    'strip_|suppress_|threads|tmp_upload_|uwsgi_|websocket_|control_socket(_mode)?$'
+    'asgi_|casefold_|dirty_|do_|dogstatsd_|enable_backlog_|forwarder_|header_map|http|'
+    'limit_|on_dirty_|permit_|post_request|pre_request|protocol|proxy_|reload|root_|'
+    'ssl_version|statsd_|strip_|suppress_|threads|tmp_upload_|uwsgi_|websocket_|'
+    'control_socket(_mode)?$'
 )
 
 
@@ -117,7 +117,7 @@ def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterato
     idle += '' if cfg.certfile else '|ca_certs|cert_reqs|ciphers|keyfile|ssl_context'
     for name, setting in cfg.settings.items():
         if re.match(idle, name) and setting.get() != type(setting)().get():
-            yield f'{name}: it has no effect here (TLS: certfile; reload: SIGHUP)'
+            yield f'{name}: no effect here, or without certfile; reload by SIGHUP'
     is_bound = served or os.environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}
     if not (is_bound or cfg.reuse_port or cfg.check_config or cfg.print_config):
         for address in [each for each in cfg.address if not isinstance(each, int)]:

@@ -59,10 +59,7 @@ class Run(ExitStack):
             self.acknowledged.setdefault(plant, self.disk.now)
 
     def append(self, data, *plants, kept=b''):
-        """Append what another process was writing, or somebody's damage.
-
-        With ``kept`` it is durable, and that part of it must not vanish.
-        """
+        """Append what another process was writing, or damage; ``kept`` is durable."""
         self.sent.update(plants)
         with self.path.open('rb+') as file:
             self.disk.pwrite(file.fileno(), data, self.path.stat().st_size)
