@@ -123,7 +123,7 @@ class PlantStore(AbstractContextManager['PlantStore', None]):
         Return for each what ``add`` would return, or the ``IdTaken`` it would raise.
         Any other ``StoreError`` ends it; then any of the plants may be stored.
         """
-        for plant in plants:
+        for plant in (plants := [*plants]):  # an iterator, too, counts once
             check_plant(plant)
         outcomes: list[bool | IdTaken] = []
         for plant in plants:

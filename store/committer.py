@@ -75,7 +75,7 @@ class CommittedStore(PlantStore):
         return entry.new
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        for plant in plants:
+        for plant in (plants := [*plants]):  # an iterator, too, counts once
             check_plant(plant)
         outcomes: list[bool | IdTaken] = []
         for entries in batches(Entry(*self._record(it)) for it in plants):
