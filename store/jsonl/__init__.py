@@ -32,11 +32,10 @@ class JSONLinesStore(CommittedStore):
         # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
         self.path = Path(os.path.realpath(path))
         super().__init__(str(self.path), scheduler=scheduler)
-        self._known = Known(Path(path).absolute())  # by its name: links may change
         if create:
             with disk.Refusing(self.path):
                 disk.make_file(self.path)
-                self._known.check_same(os.stat(self.path))  # no child takes another
+        self._known = Known(Path(path).absolute())  # by its name: links may change
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()

@@ -50,7 +50,7 @@ class Known:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: os.stat_result | None = None  # the one that was opened
+        self._file = os.stat(path) if os.path.exists(path) else None  # for children
         self.plants = Index()  # by their ids
         self.synced = 0
         self._read = 0, b''  # the end, and the last bytes before it

@@ -122,7 +122,7 @@ CHANGES = {
 @pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
 def test_changed_file_is_refused_until_it_is_back(path, change):
     """Each use says so, nothing is made anew, and the store goes on by itself."""
-    with open_store(f'jsonl:{path}') as store, open_store(f'jsonl:{path}') as unused:
+    with JSONLinesStore(path) as store, JSONLinesStore(path, create=False) as unused:
         store.add_many(PLANTS)
         away = path.rename(path.with_name('away'))
         change(path, away)
