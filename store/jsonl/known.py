@@ -86,7 +86,8 @@ class Known:
         self._length[0] = length = max(end, self._length[0])
         if length > status.st_size:
             raise OSError(SHORT % (length - status.st_size))
-        if os.pread(fd, len(tail), end - len(tail)) != tail:
+        is_ours = os.path.samestat(os.fstat(fd), status)  # no host has closed it
+        if not is_ours or os.pread(fd, len(tail), end - len(tail)) != tail:
             raise OSError(CHANGED)
         return status
 

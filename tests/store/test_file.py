@@ -73,8 +73,7 @@ def test_what_is_no_file_is_refused(path):
     for name in '.', 'fifo', 'loop', '/dev/null', 'no/file', 'file/file':
         with pytest.raises(StoreUnavailable) as caught:
             JSONLinesStore(path / name)
-        # Clients see it.
-        assert str((path / name).parent) not in caught.value.reason
+        assert str((path / name).parent) not in caught.value.reason  # clients see it
         store = JSONLinesStore(path / name, create=False)
         assert_raise(StoreUnavailable, store.ping, partial(list, store))
     assert sorted(path.iterdir()) == before
@@ -212,7 +211,7 @@ def test_lock_held_by_another_process_or_thread(path, monkeypatch, caplog):
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 def test_no_file_is_a_standard_stream(path):
-    """What is written to a stream that was closed does not get into the plant file."""
+    """What is written to a closed stream is in no plant file, nor a plant in others."""
 
     def use():
         os.closerange(0, 3)
@@ -221,6 +220,11 @@ def test_no_file_is_a_standard_stream(path):
             for number in range(3):
                 os.write(number, b'a message of a C library, in a place of its own')
             store.add(MOSS)
+        with JSONLinesStore(path.with_name('new')) as store:
+            store.ping()
+            os.closerange(3, 99)  # as a host does that becomes a daemon
+            _ = [os.open(path, os.O_RDWR) for _ in range(99)]
+            assert_raise(StoreUnavailable, partial(store.add, OAK))
 
     at_once(FORK.Process, use)
     assert path.read_bytes() == lines(FERN, MOSS)
@@ -252,8 +256,7 @@ def test_many_lines_are_read_without_the_lock(path, disk, monkeypatch, caplog, t
         store.add(FERN)
         other.add_many(far)
         append(path, torn)
-        gate = Gate()
-        is_far = range(1000, 100_000).__contains__
+        gate, is_far = Gate(), range(1000, 100_000).__contains__
         disk.before = Fault('pread', 1, lambda fd, it, _: is_far(it) and gate(), True)
         with ThreadPoolExecutor(1) as pool:
             late = pool.submit(store.add, MOSS)
