@@ -202,5 +202,5 @@ def file_system(path: Path) -> str:
     with suppress(OSError), open('/proc/self/mountinfo', errors='replace') as mounts:
         for mount in mounts:
             fields = mount.split()
-            found[fields[4]] = fields[fields.index('-') + 1]
+            found[fields[4].replace(r'\040', ' ')] = fields[fields.index('-') + 1]
     return found[max(found, key=lambda point: (path.is_relative_to(point), len(point)))]

@@ -14,6 +14,7 @@ from waiting import PATIENCE
 
 from store import Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore
+from store.jsonl.disk import file_system
 from store.jsonl.record import NEAR
 
 FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
@@ -138,11 +139,13 @@ def test_answer_rests_on_a_durable_line(path, disk, shared, plant):
 def test_file_system_without_locks_or_syncs(path, disk, monkeypatch, call):
     """It is refused in words that name it, as is what to do."""
     mounts = path.with_name('mounts')  # a mount point may have any name
-    mounts.write_bytes(b'2 1 0:2 / /\xff rw - tmpfs x rw\n1 0 0:1 / / rw - ext9 x rw\n')
+    points = rb'/my\040disk rw - nfs9', b'/\xff rw - tmpfs', b'/ rw - ext9'
+    mounts.write_bytes(b''.join(b'2 1 0:2 / %b x rw\n' % point for point in points))
     monkeypatch.setattr('builtins.open', lambda _, **how: mounts.open(**how))
     monkeypatch.setattr(fcntl if call == 'flock' else disk, call, failing(errno.ENOLCK))
     load = JSONLinesStore(path).load
     assert_raise(StoreUnavailable, load, load, match=r'\(ext9\).*local')
+    assert file_system(path / '/my disk/it') == 'nfs9'
 
 
 @pytest.mark.parametrize('error', [0, errno.ENOTSUP, errno.EINVAL, errno.EIO])

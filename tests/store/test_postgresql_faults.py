@@ -21,8 +21,7 @@ from waiting import PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable, open_store, postgresql
 
-FERN = Plant(1, 'Fern')
-MOSS = Plant(2, 'Moss', 'shade')
+FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade')
 MANY = [Plant(id, 'Fern' * 100) for id in range(1_200)]
 LONGEST = 5 + 2  # seconds of an add, and of a busy machine
 AWAY = 'there is no connection to the database'
