@@ -28,7 +28,7 @@ FILES |= {'sslrootcert': 'root.crt', 'sslcrl': 'root.crl'}
 
 # What has no SQLSTATE is told by words of libpq itself: of a host that takes no plants,
 # of TLS and logins, and before those of a server in any language: "FATAL:  ".
-SAID = {'25006': 'session is read-only', 'refused': ':  |SSL|password| auth|channel '}
+SAID = {'25006': ' is read-only', 'refused': ':  |SSL|password| auth| cert| key '}
 
 # SQLSTATE or its class (the longer counts) or our word; what is tried again (each plant
 # alone, also after a rule; the batch; the statement over a new connection); the reason.

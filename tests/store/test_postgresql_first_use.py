@@ -20,9 +20,7 @@ from waiting import FORK, wait_until
 from store import IdTaken, Plant, open_store, postgresql
 from store.postgresql import connection
 
-FERN = Plant(1, 'Fern')
-REED = Plant(1, 'Reed')
-MOSS = Plant(2, 'Moss', 'shade')
+FERN, REED, MOSS = Plant(1, 'Fern'), Plant(1, 'Reed'), Plant(2, 'Moss', 'shade')
 RIGHTS = ['SELECT ON plants', 'INSERT ON plants', 'UPDATE (id) ON plants']
 SECURED = 'ALTER TABLE plants ENABLE ROW LEVEL SECURITY; '
 HIDING = f"{SECURED}CREATE POLICY hiding ON plants USING (name <> 'Fern')"
@@ -376,21 +374,22 @@ def test_connection_error_shows_no_password(sealed, old, new, reason, detail, ca
 
 
 def test_refusal_in_another_language():
-    """What a server says is told apart from no server; the log has its words."""
+    """What it, or libpq, says is told apart from no server; the log has the words."""
     error = b'SFATAL\0C28P01\0MPasswort-Authentifizierung fehlgeschlagen\0\0'
     with socket.create_server(('127.0.0.1', 0)) as listener, ThreadPoolExecutor() as it:
 
         def answer():
-            client, _ = listener.accept()
-            with client:
-                client.recv(99)
-                client.sendall(b'E' + (len(error) + 4).to_bytes(4) + error)
+            for said in b'E' + (len(error) + 4).to_bytes(4) + error, b'S':  # has TLS
+                with listener.accept()[0] as client:
+                    client.recv(99)
+                    client.sendall(said)
 
         it.submit(answer)
-        url = f'postgresql://x@127.0.0.1:{listener.getsockname()[1]}/x?sslmode=disable'
-        with open_store(url) as store:
-            [error] = assert_refused(LOGIN, store.ping)
-            assert 'Passwort' in str(error)
+        url = f'postgresql://127.0.0.1:{listener.getsockname()[1]}/?sslmode='
+        for mode, words in ('disable', 'Passwort'), ('verify-ca', 'certificate file'):
+            with open_store(f'{url}{mode}&sslrootcert={__file__}') as store:
+                [error] = assert_refused(LOGIN, store.ping)
+                assert words in str(error)
 
 
 def test_certificate_that_is_not_used_is_said(url, tmp_path, monkeypatch, caplog):

@@ -129,8 +129,7 @@ def test_progress_bar_on_a_terminal(make):
     source, target = make('jsonl', REED, *MANY), make('jsonl', FERN)
     master, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 80))
-    shown = b''
-    both = {'stdout': terminal, 'stderr': terminal}
+    shown, both = b'', {'stdout': terminal, 'stderr': terminal}
     with command('check', '--repair', source, **both) as process:
         process.wait(PATIENCE)  # without a bar: a stopped terminal would keep the lock
     with command('copy', source, target, **both) as process:
