@@ -99,7 +99,7 @@ class PlantStore(AbstractContextManager['PlantStore', None]):
        promised order, exactly as it was given; or it raises.
     6. ``ping`` returns if an ``add`` would work now; otherwise it raises what the
        ``add`` would raise.
-    7. After ``close`` every use of the plants raises ``StoreClosed``; ``close`` may
+    7. After ``close`` every new use of the plants raises ``StoreClosed``; ``close`` may
        be called again.
     8. Each process opens a store at its first use. So a store that was made before a
        fork works after it.

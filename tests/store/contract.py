@@ -260,7 +260,7 @@ class StoreContract:
 
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
     def test_closed_store_refuses(self, store, used):
-        """7. After ``close`` every use of the plants raises ``StoreClosed``.
+        """7. After ``close`` every new use of the plants raises ``StoreClosed``.
 
         A block closes its store, even after an exception; ``close`` may be repeated.
         """
