@@ -22,7 +22,6 @@ from store.jsonl import record
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
-SOUND = FERN + MOSS
 # For a repair: also a repeat, a second plant with an id, zeros, and damage.
 LINES = [FERN, MOSS, b'{"id":1,"name":"Reed"}\n', bytes(600) + b'\n', b'?\n']
 LINES += [b'{ "name": "Fern", "id": 1, "note": "twice" }\r\n', b'{"id":3,"na\n']
@@ -137,7 +136,7 @@ def test_reader_that_stops_is_no_error(path):
 
 def test_closed_streams(path):
     """No output is in a file that has their number."""
-    path.write_bytes(SOUND)
+    path.write_bytes(FERN + MOSS)
     script = f'{sys.executable} -m store copy {path} {path}2 <&- >&- 2>&-'
     assert finished(['sh', '-c', script], cwd=REPOSITORY).returncode == 0
     assert path.with_name(f'{path.name}2').read_bytes() == path.read_bytes()
