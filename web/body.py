@@ -19,7 +19,9 @@ from store.base import OPTIONAL, TEXTS, to_json
 from web.errors import ErrorValue, Fault
 
 DIRECTORY = Path(__file__).parent.parent / 'schemas'
-STEPS = 2_000  # of a pattern with look-around: half a second for a text of 60 KB
+# With look-around a pattern may take 2,000 steps: half a second for a text of 60 KB.
+# In the 10 MiB of the default there is no room for the rule of a name, \p{L}{1,255}.
+PATTERNS = jsonschema_rs.FancyRegexOptions(2_000, size_limit=16 * 2**20)
 FAULTS = 100  # of a body that are told: thousands of an array would take half a second
 # Stands for the value in a message of jsonschema-rs, which would not cut a long one.
 _MASK = '\0'
@@ -65,11 +67,9 @@ class PlantReader:
             registry = jsonschema_rs.Registry(list(self.files.items()))
             # Each is checked alone, and Plant.json before the file that includes it.
             for path in reversed(paths):
+                schema = self.files[path.name]
                 rules[path.name] = jsonschema_rs.Draft202012Validator(
-                    self.files[path.name],
-                    registry=registry,
-                    mask=_MASK,
-                    pattern_options=jsonschema_rs.FancyRegexOptions(STEPS),
+                    schema, registry=registry, mask=_MASK, pattern_options=PATTERNS
                 )
         except Exception as ex:
             told = _describe(ex) if hasattr(ex, 'kind') else getattr(ex, 'message', ex)
