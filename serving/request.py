@@ -170,7 +170,7 @@ def _parse(head: bytes, common: WSGIEnvironment) -> Request:
     if fault or not is_sound:
         return Request(environ, refusal=fault if is_sound else 400)
     options = environ.get('HTTP_CONNECTION', '').lower().replace(' ', '').split(',')
-    keeps = 'close' not in options if is_new else 'keep-alive' in options  # section 9.3
+    keeps = 'close' not in options and (is_new or 'keep-alive' in options)  # 9.3
     return Request(environ, length, keeps, is_new and 'HTTP_EXPECT' in environ)
 
 
