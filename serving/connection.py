@@ -159,7 +159,7 @@ class Connection:
                     return whole
                 if request.expects:
                     request.expects = False
-                    self._send(b'HTTP/1.1 100 Continue\r\n\r\n')
+                    self.sock.sendall(b'HTTP/1.1 100 Continue\r\n\r\n')  # no more time
             data = b''
             with suppress(OSError):  # it is late
                 poll()  # others go first: it may never pause

@@ -146,18 +146,13 @@ def test_bad_request_is_refused(service, connection, value, data):
     assert SECRET not in service.log
 
 
-CUT_OFF = [
-    chunked(end=b'20\r\n{"id'),
-    chunked(BODY, end=b''),
-    chunked(BODY, end=b'0\r\nX-Su'),
-    request(body=fern(), content_length='1000'),
-]
+CUT_OFF = [chunked(BODY, end=end) for end in (b'', b'0\r\nX-Su', b'20\r\n{"id')]
 
 
 def test_body_that_ends_early_is_refused(service, subtests):
     """It is 40000, and stores nothing, also if the client has left."""
     before = service.plants()
-    for data in CUT_OFF:
+    for data in [*CUT_OFF, request(body=fern(), content_length='1000')]:
         with service.connect() as gone:
             gone.send(data)
         with subtests.test(data[-20:]), service.connect() as client:
@@ -217,7 +212,7 @@ def test_connection_is_kept_as_the_client_asks(service):
         assert (answer.status, answer.announces_close) == expected
 
 
-def test_client_that_waits_for_100_gets_it(connection):
+def test_client_that_waits_for_100_gets_it(connection, impatient):
     """100 comes if the body is wanted, not behind one that came or will be refused."""
     how = {'expect': '100-continue', 'content_type': 'application/json'}
     body = json.dumps(fern()).encode()
@@ -231,6 +226,11 @@ def test_client_that_waits_for_100_gets_it(connection):
     assert ask_in_step(connection, b'1\r\n{\r\n0\r\n\r\n').status == 400
     connection.send(request(**how, content_length='65537'))
     assert_error(exchange.receive_last(connection), 40003)
+    with impatient.connect() as late:  # which has no more time afterwards
+        late.send(data[:9])
+        assert not late.is_readable(1.5)
+        late.send(data[9 : -len(body)])
+        assert (late.receive().status, late.is_readable(1.2)) == (100, True)
 
 
 def test_path_outside_the_mount_is_unknown(tmp_path):
