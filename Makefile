@@ -5,6 +5,10 @@ BIN = .venv/bin
 RUN = $(BIN)/python -m
 PEERS = bench/peers
 
+# Of the command line alone: in an environment these may be of another program.
+TEST =
+BENCH =
+
 # If the environment forbids to write bytecode, every server, command and process of
 # pytest compiles its imports again. An empty value means that the variable is not set.
 export PYTHONDONTWRITEBYTECODE =
