@@ -127,7 +127,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         while True:
             while self.server.is_full():
                 gevent.sleep(TICK)  # another worker may accept the next
-            if not self._is_next():
+            if not (self._is_next() or self.cfg.reuse_port):  # a queue of its own
                 gevent.sleep(LEAVE)
             try:
                 sock, at = listener.accept()

@@ -205,7 +205,7 @@ class Server:
 
     @property
     def port(self):
-        address = r'(?:Listening at:|Serving on) https?://\S+?:(\d+)'
+        address = r'(?:Listening at:|Serving on|to try it:) https?://\S+?:(\d+)'
         if not self._port and (found := re.search(address, self.log)):
             self._port = int(found[1])
         return self._port

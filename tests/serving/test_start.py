@@ -158,16 +158,18 @@ def test_user_that_serves_owns_the_files():
 
 
 def test_port_is_served_on_all_addresses(tmp_path):
-    """With PORT, as platforms set it: IPv4, and IPv6 where there is any."""
+    """IPv4, and IPv6 where there is any; also where each worker has its own sockets."""
     port = free_port()
     how = {OPTIONS: None, 'PORT': str(port), 'PLANTS_TOKENS': None}
-    with Server(tmp_path, **how) as server:
-        assert server.port == port
-        add_as_printed(server)
-        if socket.has_dualstack_ipv6():
-            with socket.create_connection(('::1', port), PATIENCE) as client:
-                client.sendall(request('GET', '/livez'))
-                assert b' 200 ' in client.recv(100)
+    own = ['reuse_port = True', 'from serving import worker', 'worker.LEAVE = 3600']
+    for conf in (), own:
+        with Server(tmp_path, conf=conf, workers=2, **how) as server:
+            assert server.port == port
+            add_as_printed(server)
+            if socket.has_dualstack_ipv6():
+                with socket.create_connection(('::1', port), PATIENCE) as client:
+                    client.sendall(request('GET', '/livez'))
+                    assert b' 200 ' in client.recv(100)
 
 
 def test_settings_of_gunicorn_have_an_effect():
