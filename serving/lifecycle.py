@@ -119,7 +119,7 @@ def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterato
         if re.match(idle, name) and setting.get() != type(setting)().get():
             yield f'{name}: no effect here, or without certfile; reload by SIGHUP'
     is_bound = served or os.environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}
-    if not (is_bound or cfg.reuse_port or cfg.check_config or cfg.print_config):
+    if not (is_bound or cfg.check_config or cfg.print_config):
         for address in [each for each in cfg.address if not isinstance(each, int)]:
             try:  # gunicorn takes five seconds, and twelve lines, for one in use
                 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:

@@ -56,6 +56,7 @@ REFUSED = {
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
     'addresses': ({OPTIONS: TAKEN}, ['already', '65535', 'taken', 'a/b', 'damaged'], 0),
+    'own': ({OPTIONS: f'{TAKEN} --reuse-port'}, ['already', '65535', 'taken'], 0),
 }
 
 
