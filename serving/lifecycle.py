@@ -118,6 +118,8 @@ def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterato
     for name, setting in cfg.settings.items():
         if re.match(idle, name) and setting.get() != type(setting)().get():
             yield f'{name}: no effect here, or without certfile; reload by SIGHUP'
+    if cfg.reuse_port and 'LISTEN_FDS' in os.environ:
+        yield 'reuse_port: nobody would serve the sockets of systemd'
     is_bound = served or os.environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}
     if not (is_bound or cfg.check_config or cfg.print_config):
         for address in [each for each in cfg.address if not isinstance(each, int)]:

@@ -42,8 +42,8 @@ def test_made_token_works_and_stays(tmp_path):
 OPTIONS = 'GUNICORN_CMD_ARGS'
 DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
 TAKEN = '-b 127.0.0.1:{} -b 127.0.0.1:65536 -b unix:taken -b unix:a/b -b unix:damaged'
-WRONG = {OPTIONS: '--env PLANTS_LOG=x', 'PLANTS_MAX_BODY': '0'}
-WRONG |= {'PLANTS_STORE': f'sql:{SECRET}'}
+WRONG = {'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'}
+WRONG, OWN = WRONG | {OPTIONS: '--env PLANTS_LOG=x'}, {OPTIONS: '--reuse-port'}
 IDLE = '--reload --proxy-protocol --limit-request-fields=9 --statsd-host=:1 --keyfile=k'
 NAMES = [word.replace('-', '_') for word in re.findall(r'--([a-z-]+)', IDLE)]
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
@@ -51,12 +51,12 @@ REFUSED = {
     'ours': (WRONG, ['PLANTS_LOG', 'PLANTS_MAX_BODY', 'PLANTS_STORE'], 1),
     'of gunicorn': ({OPTIONS: f'-w 0 {IDLE}'}, ['workers', *NAMES], 1),
     'log': ({OPTIONS: '--log-level x --log-config-json x'}, ['loglevel', 'logcon'], 1),
-    'systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, ['LISTEN_F', 'LISTEN_P'], 1),
+    'systemd': (OWN | {'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, ['FDS', 'PID', 'reus'], 1),
     'TLS': ({OPTIONS: '-b :0 --certfile no --ca-certs no'}, ['keyfile, ca_certs'], 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
     'addresses': ({OPTIONS: TAKEN}, ['already', '65535', 'taken', 'a/b', 'damaged'], 0),
-    'own': ({OPTIONS: f'{TAKEN} --reuse-port'}, ['already', '65535', 'taken'], 0),
+    'own': ({OPTIONS: f'{TAKEN} {OWN[OPTIONS]}'}, ['already', '65535', 'taken'], 0),
 }
 
 
