@@ -37,8 +37,7 @@ def variables(directory):
     return ours | {'PATH': f'{SCRIPTS}:{os.defpath}'}
 
 
-@pytest.mark.parametrize('is_tls', [False, True])
-def test_composition_needs_its_secrets_and_serves(checkout, is_tls):
+def test_composition_needs_its_secrets_and_serves(checkout):
     """No secret, no start; nginx and the health check find what the image copies."""
     copied = {name for item in instructions('COPY') for name in item.split()[:-1]}
     assert copied == {*ROOMS, 'requirements.txt', 'constraints.txt'}
@@ -66,14 +65,17 @@ def test_composition_needs_its_secrets_and_serves(checkout, is_tls):
     environment = variables(checkout / 'data') | {'SCRIPT_NAME': '/\xe4 b'}
     assert environment['PORT'] == PORT
     environment |= {'GUNICORN_CMD_ARGS': None, 'PLANTS_TOKENS': TOKEN, 'PORT': None}
-    with Server(checkout, command=command, is_tls=is_tls, **environment) as server:
-        with client_at(path, server.trust) as client:
-            assert client.ask(request('GET', '/%c3%a4%20b/readyz')).status == 200
-        assert path.stat().st_mode & 0o002, 'nginx runs as another user'
-        for at, of, end in ('\xe4 b', server.port, 0), ('', server.port, 1), ('', 1, 1):
-            where = {'PATH': environment['PATH'], 'PORT': f'{of} ', 'SCRIPT_NAME': at}
-            where |= dict.fromkeys(('HTTP_PROXY', 'http_proxy'), 'http://127.0.0.1:9')
-            assert finished(PROBE, env=where).returncode == end
+    asking = {'PATH': environment['PATH']}
+    asking |= dict.fromkeys(('HTTP_PROXY', 'http_proxy'), 'http://127.0.0.1:9')
+    for is_tls in (False, True):
+        how = {'command': command, 'is_tls': is_tls, **environment}
+        with Server(checkout, **how) as server:
+            with client_at(path, server.trust) as client:
+                assert client.ask(request('GET', '/%c3%a4%20b/readyz')).status == 200
+            assert path.stat().st_mode & 0o002, 'nginx runs as another user'
+            for prefix, port in ('\xe4 b', server.port), ('', server.port), ('', 1):
+                asking |= {'PORT': f'{port} ', 'SCRIPT_NAME': prefix}
+                assert finished(PROBE, env=asking).returncode == (not prefix)
 
 
 MANIFESTS = {
