@@ -103,7 +103,7 @@ def create_app(
 
         tokens.refuse(metrics_token)
         own['/metrics'] = Tokens({'metrics': metrics_token})
-        app.metrics = Metrics(store, tokens)
+        app.metrics = Metrics(store, tokens, ready)
         app.add_route('/metrics', app.metrics)
         app.add_middleware(app.metrics)
     return app

@@ -4,7 +4,7 @@ import mmap
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ctypes import Array, Structure, c_char, c_double, sizeof
 from itertools import accumulate, takewhile
@@ -40,10 +40,12 @@ _Table = _Row * 256  # of a process; there are fewer combinations of labels
 class Metrics(ReadOnlyResource):
     """Middleware and resource: measure requests and answer ``/metrics``."""
 
-    def __init__(self, store: PlantStore, tokens: Tokens) -> None:
+    def __init__(
+        self, store: PlantStore, tokens: Tokens, ready: Callable[[], object]
+    ) -> None:
         super().__init__(lambda: generate_latest(self), CONTENT_TYPE_LATEST)
         self._tables: Array[Array[_Row]] = (_Table * 1)()  # a child has a copy
-        self._store, self._tokens = store, tokens
+        self._tokens, self._ready = tokens, ready
         self._locks: defaultdict[int, Lock] = defaultdict(Lock)  # a child has its own
         self._rows: dict[tuple[object, ...], _Row] = {}  # that this process has used
         self.number = 0  # of the table of this process; no other living one has it
@@ -97,7 +99,6 @@ class Metrics(ReadOnlyResource):
         yield core.InfoMetricFamily('plant_store_build', help, {'version': __version__})
         ready = False
         with suppress(Exception):  # /readyz reports the reason
-            self._tokens.find('')
-            self._store.ping()
+            self._ready()
             ready = True
         yield core.GaugeMetricFamily('plants_store_ready', 'Whether adds work.', ready)
