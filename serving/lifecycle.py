@@ -124,10 +124,10 @@ def _faults(cfg: Config, settings: Settings, served: Any, ours: bool) -> Iterato
     if not (is_bound or cfg.check_config or cfg.print_config):
         for address in [each for each in cfg.address if not isinstance(each, int)]:
             try:  # gunicorn takes five seconds, and twelve lines, for one in use
-                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-                    is_path = isinstance(address, str)
-                    if is_path and probe.connect_ex(address) == errno.EPROTOTYPE:
-                        raise ValueError('it is in use')  # by another server
+                if isinstance(address, str):
+                    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                        if probe.connect_ex(address) == errno.EPROTOTYPE:
+                            raise ValueError('it is in use')  # by another server
                 close_sockets([_sock_type(address)(address, cfg, log)])
             except (OSError, OverflowError, ValueError) as ex:
                 yield f'bind: choose another address with -b or PORT: {address}: {ex}'
