@@ -67,11 +67,11 @@ def test_composition_needs_its_secrets_and_serves(checkout):
     environment |= {'GUNICORN_CMD_ARGS': None, 'PLANTS_TOKENS': TOKEN, 'PORT': None}
     asking = {'PATH': environment['PATH']}
     asking |= dict.fromkeys(('HTTP_PROXY', 'http_proxy'), 'http://127.0.0.1:9')
+    data = request(target='/%c3%a4%20b/plants', body={'id': 1, 'name': 'Fern'})
     for is_tls in (False, True):
-        how = {'command': command, 'is_tls': is_tls, **environment}
-        with Server(checkout, **how) as server:
+        with Server(checkout, command=command, is_tls=is_tls, **environment) as server:
             with client_at(path, server.trust) as client:
-                assert client.ask(request('GET', '/%c3%a4%20b/readyz')).status == 200
+                assert client.ask(data).status == 200
             assert path.stat().st_mode & 0o002, 'nginx runs as another user'
             for prefix, port in ('\xe4 b', server.port), ('', server.port), ('', 1):
                 asking |= {'PORT': f'{port} ', 'SCRIPT_NAME': prefix}

@@ -146,7 +146,8 @@ def test_bad_request_is_refused(service, connection, value, data):
     assert SECRET not in service.log
 
 
-CUT_OFF = [chunked(BODY, end=end) for end in (b'', b'0\r\nX-Su', b'20\r\n{"id')]
+CUT_OFF = [chunked(BODY, end=end) for end in (b'', b'0\r\nX-Su')]
+CUT_OFF += [chunked(end=b'20\r\n{"id')]
 
 
 def test_body_that_ends_early_is_refused(service, subtests):

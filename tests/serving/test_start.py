@@ -46,12 +46,13 @@ WRONG = {'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'}
 WRONG, OWN = WRONG | {OPTIONS: '--env PLANTS_LOG=x'}, {OPTIONS: '--reuse-port'}
 IDLE = '--reload --proxy-protocol --limit-request-fields=9 --statsd-host=:1 --keyfile=k'
 NAMES = [word.replace('-', '_') for word in re.findall(r'--([a-z-]+)', IDLE)]
+SYSTEMD = {'LISTEN_FDS': '', 'LISTEN_PID': 'x'}
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
 REFUSED = {
     'ours': (WRONG, ['PLANTS_LOG', 'PLANTS_MAX_BODY', 'PLANTS_STORE'], 1),
     'of gunicorn': ({OPTIONS: f'-w 0 {IDLE}'}, ['workers', *NAMES], 1),
     'log': ({OPTIONS: '--log-level x --log-config-json x'}, ['loglevel', 'logcon'], 1),
-    'systemd': (OWN | {'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, ['FDS', 'PID', 'reus'], 1),
+    'systemd': (OWN | SYSTEMD, [*SYSTEMD, 'reuse_port'], 1),
     'TLS': ({OPTIONS: '-b :0 --certfile no --ca-certs no'}, ['keyfile, ca_certs'], 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),

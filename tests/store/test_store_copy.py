@@ -139,7 +139,8 @@ def test_progress_bar_on_a_terminal(make):
                 shown += data
         assert process.wait(PATIENCE) == 1
     os.close(master)
-    assert [b'plants [' in it for it in shown.split(b'verified')] == [False, True]
+    bars = [re.search(rb'\d+ plants \[', it) for it in shown.split(b'verified')]
+    assert [*map(bool, bars)] == [False, True]
     printed = re.split(rb'[\r\n]+', shown)
     assert b'conflicting: {"id":1,"name":"Reed"}' in printed  # a line of its own
     assert counts(b'\n'.join(printed)) == (3000, 0, 1)
