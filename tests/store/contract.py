@@ -281,7 +281,7 @@ class StoreContract:
         After ``load``, which may be called again, nothing is open.
         """
         files, stored = open_files(), [FERN] * used
-        store.add_many(stored)
+        store.add_many(iter(stored))
         if (url := self.url(store)) and loads:
             store.close()
             store = open_store(url, create=False)
